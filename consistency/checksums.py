@@ -6,6 +6,7 @@ objects. It guards against damage, not against forgery.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -73,16 +74,23 @@ class CheckedBuffers(WatchedBuffers):
     """The buffers of a read from a block's start on; each block's CRC is computed when the block has come.
 
     Bytes that a cache of the processor still holds are not read from memory once more: checking them takes a third of the time.
+
+    Args:
+        cuts: places in the bytes, in order; blocks are computed in pieces that end there, so that the
+            CRC of what lies between two cuts can be had too.
     """
 
-    def __init__(self, buffers: Iterable[memoryview], block_size_bytes: int) -> None:
+    def __init__(
+        self, buffers: Iterable[memoryview], block_size_bytes: int, cuts: Sequence[int] = ()
+    ) -> None:
         super().__init__(buffer for buffer in buffers if buffer.nbytes)
-        self._block_size_bytes = block_size_bytes
+        self._block_size_bytes, self._cuts = block_size_bytes, cuts
         self.begin()
 
     def begin(self) -> None:
-        self._crcs: list[int] = []
+        self._pieces: list[Piece] = []
         self._pending: list[memoryview] = [*self]
+        self._checked_bytes = 0
         self._came_bytes = 0  # of those that are pending
 
     def came(self, nbytes: int) -> None:
@@ -90,14 +98,27 @@ class CheckedBuffers(WatchedBuffers):
         whole = self._came_bytes - self._came_bytes % self._block_size_bytes
         if whole:
             blocks, self._pending = split(self._pending, whole)
-            self._crcs += block_crcs(blocks, self._block_size_bytes)
+            self._check(blocks)
             self._came_bytes -= whole
 
     def crcs(self) -> list[int]:
         """Return the CRC of every block, after the read; those that the store has not shown are computed now."""
-        crcs, self._crcs, pending = self._crcs, [], self._pending
+        return joined_blocks(self.pieces(), self._block_size_bytes)
+
+    def pieces(self) -> list[Piece]:
+        """Return the same by pieces, which end with a block or at a cut."""
+        self._check(self._pending)
+        pieces = self._pieces
         self.begin()
-        return crcs + block_crcs(pending, self._block_size_bytes)
+        return pieces
+
+    def _check(self, blocks: Sequence[memoryview]) -> None:
+        done, cuts = self._checked_bytes, self._cuts
+        if cuts:
+            cuts = [cut - done for cut in cuts[bisect.bisect_right(cuts, done) :]]
+        pieces = cut_crcs(blocks, self._block_size_bytes, cuts)
+        self._pieces += ((done + begin, nbytes, crc) for begin, nbytes, crc in pieces)
+        self._checked_bytes += sum(block.nbytes for block in blocks)
 
 
 def joined_blocks(pieces: Iterable[Piece], block_size_bytes: int) -> list[int]:
@@ -114,6 +135,14 @@ def joined_blocks(pieces: Iterable[Piece], block_size_bytes: int) -> list[int]:
 def joined(crc: int, following: int, nbytes: int) -> int:
     """Return the CRC of bytes with the CRC `crc` and `nbytes` more with the CRC `following`."""
     return int(checksums.combine_crc64nvme(crc, following, nbytes))
+
+
+def joined_runs(pieces: Iterable[Piece]) -> int:
+    """Return the CRC of the bytes of which these are the pieces, in order."""
+    total = 0
+    for _, nbytes, crc in pieces:
+        total = joined(total, crc, nbytes)
+    return total
 
 
 def combine_blocks(crcs: Sequence[int], nbytes: int, block_size_bytes: int) -> int:

@@ -24,6 +24,7 @@ from ckpt.format.elements import StoredTensor
 from ckpt.format.records import ItemRecord, ObjectRef
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.coverage import check_coverage, filled_boxes
+from ckpt.reading.delivered import DeliveredDigests
 from ckpt.reading.parcels import Parcel, TensorParcel, WholeParcel
 from ckpt.reading.read_once import Wanted
 from ckpt.reading.windows import TargetMemory, Window
@@ -36,7 +37,8 @@ from ckpt.transfer.boxes import Box
 from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.fetcher import Fetcher, StoredFile
 from ckpt.transfer.pieces import Piece, frame_pieces
-from ckpt.transfer.read_pieces import region_pieces
+from ckpt.transfer.read_pieces import file_order, region_pieces
+from ckpt.transfer.region_digests import RegionDigest
 from ckpt.transfer.tensor_memory import can_cast, plain
 
 _SMALL_ITEM_BYTES = 1 << 20
@@ -87,7 +89,10 @@ class SharedReads(Protocol):
 
 
 class Loader:
-    """Read a rank's items and give them to its planner; `trusted_objects` as they were stored."""
+    """Read a rank's items and give them to its planner; `trusted_objects` as they were stored.
+
+    `delivered` is told of the digests of all that is delivered.
+    """
 
     def __init__(
         self,
@@ -97,10 +102,12 @@ class Loader:
         threads: Executor,
         trusted_objects: Collection[str],
         replicas: SharedReads | None = None,
+        delivered: DeliveredDigests | None = None,
     ) -> None:
         self._checkpoint, self._store, self._planner = checkpoint, checkpoint.store, planner
         self._threads, self._trusted_objects = threads, trusted_objects
         self._pool, self._replicas, self._shared_memory = pool, replicas, TargetMemory()
+        self._delivered = delivered
         self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible)
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
@@ -127,14 +134,14 @@ class Loader:
     def _prepare(self, items: Sequence[ReadItem]) -> list[Wanted]:
         """Check the plan, and find where its items lie; return them in the order of the files."""
         if self._checkpoint.is_model_folder:
-            self._refuse_unreadable(items)
+            _refuse_unreadable(self._checkpoint, items)
         self._filled = filled_boxes(items)
         check_coverage(self._planner, self._checkpoint.metadata, self._filled, url=self._store.url)
-        infos = [self._info(item.storage_index) for item in items]
+        infos = [_info(self._checkpoint, item.storage_index) for item in items]
         read_all = None if self._replicas is None else self._replicas.records
         self._checkpoint.prepare({info.relative_path for info in infos}, self._threads, read_all)
         if self._checkpoint.commit is None and not self._checkpoint.is_model_folder:
-            self._locate(items, infos)
+            _locate(self._checkpoint, self._threads, items, infos)
         order = sorted(range(len(items)), key=lambda i: (infos[i].relative_path, infos[i].offset))
         return [(items[i], infos[i]) for i in order]
 
@@ -161,9 +168,17 @@ class Loader:
             return None
         is_whole = item.lengths == chunk_of(self._checkpoint, index)[0]
         commit = lambda: self._planner.commit_tensor(item, target.given)
-        return TensorParcel(
-            file, start, stop, commit, stored, tuple(item.storage_offsets), target.memory, is_whole
-        )
+        digest = self._region_digest(item, stored, target.memory, range(len(item.lengths)))
+        offsets = tuple(item.storage_offsets)
+        return TensorParcel(file, start, stop, commit, stored, offsets, target.memory, is_whole, digest)
+
+    def _region_digest(
+        self, item: ReadItem, stored: StoredTensor, memory: torch.Tensor, order: Sequence[int]
+    ) -> RegionDigest | None:
+        """Return what is to be told of the bytes of an item; None if nobody asks."""
+        if self._delivered is None:
+            return None
+        return self._delivered.region(item, stored.dtype, memory.dtype, order)
 
     def _fill(
         self, window: Window, entries: Iterable[_Entry], left: list[_Entry]
@@ -217,8 +232,9 @@ class Loader:
             return
         _refuse_cast(item, stored.dtype, target)
         memory = target.memory if target.memory is not None else window.scratch(target.given, stored.dtype)
+        digest = self._region_digest(item, stored, memory, file_order(stored, item.lengths))
         try:
-            window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory)
+            window.pieces[file] += region_pieces(stored, item.storage_offsets, item.lengths, memory, digest)
         except ValueError as error:
             raise self._fault(info, f"{item.storage_index.fqn!r}: {error}") from error
         if file.block_crcs is not None and item.lengths == chunk_of(self._checkpoint, item.storage_index)[0]:
@@ -237,25 +253,19 @@ class Loader:
     def _fault(self, info: StorageInfo, message: str) -> FormatError:
         return self._checkpoint.fault(message, info.relative_path)
 
-    def _refuse_unreadable(self, items: Sequence[ReadItem]) -> None:
-        """Raise FormatError for a tensor of a dtype that torch lacks: a model's folder has no other objects."""
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                from ckpt.reading.model_folder import unreadable_error
-
-                index = item.storage_index
-                raise unreadable_error(self._store, index.fqn, self._info(index).relative_path)
-
     # -- items that are read whole ----------------------------------------------------------------------------
 
     def _load_object(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         fqn = item.dest_index.fqn
         max_bytes = max(_MAX_EXPANDED_BYTES, _MAX_EXPANSION * info.length)
         data = self._untransformed(item, info, data, max_bytes)
+        delivered = None if self._delivered is None else self._delivered.object(item, data)
         if any(fnmatchcase(fqn, pattern) for pattern in self._trusted_objects):
             value = io.BytesIO(data)
         else:
-            value = safe_object(MemoryFile(data), fqn=fqn, url=self._store.url, key=info.relative_path)
+            see = _ignore if delivered is None else delivered.see
+            place = {"url": self._store.url, "key": info.relative_path}
+            value = safe_object(MemoryFile(data), fqn=fqn, see=see, **place)
         self._planner.load_bytes(item, value)
 
     def _load_tensor(self, item: ReadItem, info: StorageInfo, data: bytearray, target: _Target) -> None:
@@ -275,6 +285,8 @@ class Loader:
                     tensor = tensor.narrow(dimension, offset, length)
         except (IndexError, RuntimeError, ValueError) as error:
             raise self._fault(info, f"{fqn!r}: {error}") from error
+        if self._delivered is not None and (dense := plain(tensor)) is not None:
+            self._delivered.add_tensor(item, dense, target.given.dtype)
         with torch.no_grad():
             target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
@@ -310,33 +322,6 @@ class Loader:
             raise self._fault(info, f"{index.fqn!r}: the metadata and the manifest disagree on its size")
         return stored
 
-    def _info(self, index: MetadataIndex) -> StorageInfo:
-        info = self._checkpoint.metadata.storage_data.get(index)
-        if info is None:
-            raise self._checkpoint.fault(f"the metadata does not say where {index.fqn!r} is stored")
-        return info  # type: ignore[no-any-return]
-
-    def _locate(self, items: Sequence[ReadItem], infos: Sequence[StorageInfo]) -> None:
-        """Find the payloads of large tensors in a stock checkpoint."""
-        wanted = {
-            (info.relative_path, info.offset): info
-            for item, info in zip(items, infos, strict=True)
-            if item.type != LoadItemType.BYTE_IO
-            and info.length > _SMALL_ITEM_BYTES
-            and not info.transform_descriptors
-            and (info.relative_path, info.offset) not in self._checkpoint.located
-        }
-
-        def locate(info: StorageInfo) -> StoredTensor | None:
-            self._checkpoint.file(info.relative_path, info.offset, info.offset + info.length)
-
-            def read_at(offset: int, buffer: memoryview) -> None:
-                self._store.read_into(info.relative_path, info.offset + offset, [buffer])
-
-            return locate_payload(read_at, info.offset, info.length)
-
-        self._checkpoint.located |= dict(zip(wanted, self._threads.map(locate, wanted.values()), strict=True))
-
 
 def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
     """Return the shape and dtype of a stored chunk. Raises FormatError if there is none."""
@@ -354,6 +339,51 @@ def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, 
     if shape is None:
         raise checkpoint.fault(f"{index.fqn!r} has no chunk at {index.offset}")
     return shape, tensor.properties.dtype
+
+
+def _info(checkpoint: Checkpoint, index: MetadataIndex) -> StorageInfo:
+    info = checkpoint.metadata.storage_data.get(index)
+    if info is None:
+        raise checkpoint.fault(f"the metadata does not say where {index.fqn!r} is stored")
+    return info  # type: ignore[no-any-return]
+
+
+def _refuse_unreadable(checkpoint: Checkpoint, items: Sequence[ReadItem]) -> None:
+    """Raise FormatError for a tensor of a dtype that torch lacks: a model's folder has no other objects."""
+    for item in items:
+        if item.type == LoadItemType.BYTE_IO:
+            from ckpt.reading.model_folder import unreadable_error
+
+            index = item.storage_index
+            raise unreadable_error(checkpoint.store, index.fqn, _info(checkpoint, index).relative_path)
+
+
+def _locate(
+    checkpoint: Checkpoint, threads: Executor, items: Sequence[ReadItem], infos: Sequence[StorageInfo]
+) -> None:
+    """Find the payloads of large tensors in a stock checkpoint."""
+    wanted = {
+        (info.relative_path, info.offset): info
+        for item, info in zip(items, infos, strict=True)
+        if item.type != LoadItemType.BYTE_IO
+        and info.length > _SMALL_ITEM_BYTES
+        and not info.transform_descriptors
+        and (info.relative_path, info.offset) not in checkpoint.located
+    }
+
+    def locate(info: StorageInfo) -> StoredTensor | None:
+        checkpoint.file(info.relative_path, info.offset, info.offset + info.length)
+
+        def read_at(offset: int, buffer: memoryview) -> None:
+            checkpoint.store.read_into(info.relative_path, info.offset + offset, [buffer])
+
+        return locate_payload(read_at, info.offset, info.length)
+
+    checkpoint.located |= dict(zip(wanted, threads.map(locate, wanted.values()), strict=True))
+
+
+def _ignore(value: object) -> None:
+    pass
 
 
 def _is_tensor(item: ReadItem) -> bool:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ckpt.consistency.checksums import crc64nvme
 from ckpt.format.elements import StoredTensor
 from ckpt.transfer.boxes import flat_boxes, span
 from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.pieces import MemorySink, Piece, frame_pieces
 from ckpt.transfer.read_pieces import FlatSink, region_pieces
+from ckpt.transfer.region_digests import RegionDigest
 from ckpt.transfer.tensor_memory import tensor_over
 
 ALIGNMENT_BYTES = 64
@@ -96,6 +98,7 @@ class TensorParcel(Parcel):
         offsets, target: the region, and where this rank wants it; of one shape.
         commit: called when all of it is there.
         is_whole: the region is the whole tensor, of which the item's frame is checked too.
+        digest: is told of the checksums of what is taken, in row-major order.
     """
 
     commit: Callable[[], None]
@@ -103,6 +106,7 @@ class TensorParcel(Parcel):
     offsets: tuple[int, ...]
     target: torch.Tensor
     is_whole: bool
+    digest: RegionDigest | None = None
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +136,12 @@ class TensorParcel(Parcel):
         return at - at % ALIGNMENT_BYTES
 
     def _put(self, start: int, data: memoryview) -> None:
-        FlatSink(self.target, self.stored.dtype).deliver(start, data)
+        cast_note = None
+        if self.digest is not None:
+            # Here too: what came from another rank was verified on its way by a checksum of much more.
+            self.digest.add(start, data.nbytes, crc64nvme(data))
+            cast_note = self.digest.add_cast
+        FlatSink(self.target, self.stored.dtype, cast_note).deliver(start, data)
 
     def _finish(self) -> None:
         self.commit()

@@ -24,6 +24,7 @@ from ckpt.dcp_storage import DcpStorage
 from ckpt.errors import CheckpointError, CommitConflict, ConfigurationError
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.delivered import DeliveredDigests
 from ckpt.reading.loader import Loader, SharedReads
 from ckpt.reading.opening import open_checkpoint, open_loadable, open_rank_local
 from ckpt.reading.read_once import MIN_BYTES, Replicas
@@ -92,6 +93,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._next: Checkpoint | None = None
         self._failure: CheckpointError | None = None
         self._replicas: SharedReads | None = None
+        self._delivered: DeliveredDigests | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 
@@ -220,23 +222,19 @@ class CheckpointReader(DcpStorage, StorageReader):
     def wants_little(self, plan: LoadPlan) -> bool:
         """Tell whether a plan reads so little, from so few files, that asking who wants the same takes longer."""
         checkpoint = self._checkpoint
-        if checkpoint is None or checkpoint.commit is None:
+        if checkpoint is None or checkpoint.commit is None or self._size > _FEW_RANKS:
             return False
-        if self._size > _FEW_RANKS or len(plan.items) > _FEW_ITEMS:
-            return False
-        infos = [checkpoint.metadata.storage_data.get(item.storage_index) for item in plan.items]
-        known = [info for info in infos if info is not None]
-        files = {info.relative_path for info in known}
-        return (
-            len(known) == len(infos)
-            and len(files) <= _FEW_FILES
-            and sum(info.length for info in known) < MIN_BYTES
-        )
+        return _is_little(checkpoint, plan)
 
     def read_alone(self) -> None:
         """Ask no other rank who wants the same; all ranks call it, if all want little."""
         if isinstance(self._replicas, Replicas):
             self._replicas.turn_off()
+
+    def record_delivered(self, delivered: DeliveredDigests | None = None) -> DeliveredDigests:
+        """Note digests of all that the next loads deliver, in `delivered` or a new one, and return that."""
+        self._delivered = delivered or self._delivered or DeliveredDigests()
+        return self._delivered
 
     def check_identities(self, identities: Collection[str]) -> None:
         """Raise CommitConflict if the ranks opened several checkpoints."""
@@ -277,9 +275,12 @@ class CheckpointReader(DcpStorage, StorageReader):
         checkpoint = self._checkpoint
         if checkpoint is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
+        delivered = self._delivered
+        if delivered is not None:
+            delivered.begin(checkpoint.store.url, checkpoint.identity, checkpoint.metadata)
         with workers(self._store.threads, "ckpt-read") as threads:
-            loader = Loader(checkpoint, planner, self._pool, threads, self._trusted_objects, self._replicas)
-            loader.run(plan.items)
+            options = self._trusted_objects, self._replicas, delivered
+            Loader(checkpoint, planner, self._pool, threads, *options).run(plan.items)
         note_loaded(checkpoint.store.url, checkpoint.commit)
         if torch.accelerator.is_available():
             # Other threads have queued copies.
@@ -293,6 +294,20 @@ def _objects(
     planner.set_up_planner(dict.fromkeys(names), checkpoint.metadata, is_coordinator=True)
     Loader(checkpoint, planner, pool, threads, ()).run(planner.create_local_plan().items)
     return planner.state_dict
+
+
+def _is_little(checkpoint: Checkpoint, plan: LoadPlan) -> bool:
+    """Tell whether a plan reads few items, and few bytes, from few files."""
+    if len(plan.items) > _FEW_ITEMS:
+        return False
+    infos = [checkpoint.metadata.storage_data.get(item.storage_index) for item in plan.items]
+    known = [info for info in infos if info is not None]
+    files = {info.relative_path for info in known}
+    return (
+        len(known) == len(infos)
+        and len(files) <= _FEW_FILES
+        and sum(info.length for info in known) < MIN_BYTES
+    )
 
 
 def check_trusted(names: Collection[str]) -> tuple[str, ...]:

@@ -29,8 +29,10 @@ _LOCAL_HEADER_BYTES = 30
 _lock = threading.Lock()
 
 
-def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO:
-    """Make a pickle of the object in `file` that a load planner may unpickle freely.
+def safe_object(
+    file: MemoryFile, *, fqn: str, url: str, key: str, see: Callable[[Any], None] = lambda value: None
+) -> io.BytesIO:
+    """Make a pickle of the object in `file` that a load planner may unpickle freely; `see` is shown the object.
 
     DCP's own load planner unpickles with `weights_only=False`. So the object is loaded here with
     `weights_only=True`, and the planner gets our pickle of the result, with tensors on the CPU: no
@@ -38,6 +40,7 @@ def safe_object(file: MemoryFile, *, fqn: str, url: str, key: str) -> io.BytesIO
     than torch's safe types, FormatError if torch did not save it, or it is far larger than stored.
     """
     value = safe_value(file, fqn=fqn, url=url, key=key)
+    see(value)
     safe = _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
     try:
         torch.save(value, safe)

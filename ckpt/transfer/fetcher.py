@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
 from ckpt.backends.base import Store, transfer_size_bytes
 from ckpt.consistency.block_digests import DIGEST_BYTES, block_digests
-from ckpt.consistency.checksums import CheckedBuffers
+from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, CheckedBuffers, joined_blocks, joined_runs
+from ckpt.consistency.checksums import Piece as CrcPiece
 from ckpt.errors import IntegrityError
 from ckpt.lanes import run_in_lanes
 from ckpt.transfer.buffer_pool import StagingPool
-from ckpt.transfer.pieces import MemorySink, Piece
+from ckpt.transfer.pieces import MemorySink, Note, Piece
 from ckpt.transfer.read_requests import Request, Slice, plan_requests
 
 _logger = logging.getLogger(__name__)
@@ -73,21 +75,40 @@ def read_verified(
     Returns the blocks' checksums; none if the file has none to verify. Raises IntegrityError, with
     `fault` as its text, if a block is damaged, also when it is read again.
     """
+    pieces = read_pieces(store, file, start, buffers, when_visible, fault=fault)
+    return joined_blocks(pieces, file.block_size_bytes)
+
+
+def read_pieces(
+    store: Store,
+    file: StoredFile,
+    start: int,
+    buffers: Sequence[memoryview],
+    when_visible: WhenVisible,
+    *,
+    fault: str = "the stored bytes do not match their checksum",
+    cuts: Sequence[int] = (),
+) -> list[CrcPiece]:
+    """Do what `read_verified` does, and return the checksums of pieces, which end with a block or at one of `cuts`.
+
+    With `cuts` there are some of a file without checksums too: of its bytes as they came.
+    """
     size, text = file.block_size_bytes, fault
     for attempt in range(1, _ATTEMPTS + 1):
         fault = text  # the last attempt says what is wrong
         if file.block_crcs is None:
-            when_visible(lambda: store.read_into(file.key, start, buffers))
-            return []
-        checked = CheckedBuffers(buffers, size)
+            came = CheckedBuffers(buffers, BLOCK_SIZE_BYTES, cuts) if cuts else None
+            when_visible(partial(store.read_into, file.key, start, buffers if came is None else came))
+            return [] if came is None else came.pieces()
+        checked = CheckedBuffers(buffers, size, cuts)
         when_visible(partial(store.read_into, file.key, start, checked))
-        crcs = checked.crcs()
-        numbered = enumerate(crcs, start // size)
+        pieces = checked.pieces()
+        numbered = enumerate(joined_blocks(pieces, size), start // size)
         damaged = next((number for number, crc in numbered if crc != file.block_crcs[number]), None)
         if damaged is None:
             damaged = next(iter(file.forged_blocks(start, buffers)), None)
             if damaged is None:
-                return crcs
+                return pieces
             fault = "the stored bytes do not match their digest, though their checksum: they were forged"
         begin, end = damaged * size, min((damaged + 1) * size, file.size_bytes)
         if attempt < _ATTEMPTS:  # perhaps they were only damaged on their way
@@ -131,7 +152,10 @@ class Fetcher:
                 scratch[s.scratch_at : s.scratch_at + s.stop - s.start] if s.memory is None else s.memory
                 for s in segments
             ]
-            read_verified(self.store, file, request.start, buffers, self.when_visible)
+            cuts = _noted_cuts(request)
+            crcs = read_pieces(self.store, file, request.start, buffers, self.when_visible, cuts=cuts)
+            if cuts:
+                _note(request, crcs)
             remaining = iter(segments)
             segment = next(remaining)
             for part in request.slices:
@@ -152,6 +176,26 @@ class _Segment:
     stop: int
     memory: memoryview | None
     scratch_at: int = -1
+
+
+def _noted(request: Request) -> Iterator[tuple[Slice, Note]]:
+    """List the slices whose checksums are noted as the bytes come; a piece with gaps notes its own."""
+    for part in request.slices:
+        if part.piece.note is not None and part.piece.sink.unit_bytes:
+            yield part, part.piece.note
+
+
+def _noted_cuts(request: Request) -> list[int]:
+    """List the bounds of these slices in the bytes of a request, in order."""
+    return sorted({place - request.start for part, _ in _noted(request) for place in (part.start, part.stop)})
+
+
+def _note(request: Request, crcs: Sequence[CrcPiece]) -> None:
+    """Note the checksum of each of these slices, joined of those of its pieces."""
+    begins = [begin for begin, _, _ in crcs]
+    for part, note in _noted(request):
+        first, stop = (bisect_left(begins, place - request.start) for place in (part.start, part.stop))
+        note(part.start - part.piece.start, part.stop - part.start, joined_runs(crcs[first:stop]))
 
 
 def _segments(request: Request) -> tuple[list[_Segment], int]:

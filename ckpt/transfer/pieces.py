@@ -27,13 +27,18 @@ class Sink(Protocol):
         """Take `data`, the piece's bytes from `start` on."""
 
 
+Note = Callable[[int, int, int], None]
+"""Called with where in a piece bytes begin, how many they are, and their CRC64NVME, once they are verified."""
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `[start, stop)` of a file and their sink."""
+    """Bytes `[start, stop)` of a file, their sink, and what is told of their checksums."""
 
     start: int
     stop: int
     sink: Sink
+    note: Note | None = None
 
 
 @dataclass(frozen=True, eq=False)

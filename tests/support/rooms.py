@@ -168,8 +168,12 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.siblings",
             "ckpt.stock",
             "ckpt.transfer",
+            "ckpt.ranks",
             "ckpt.writing",
             "ckpt.reading",
+            "ckpt.arguments",
+            "ckpt.collective",
+            "ckpt.load_plans",
         ),
     ),
     "ckpt.conversion": Room(

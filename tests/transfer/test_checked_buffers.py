@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,10 @@ from ckpt.backends.bodies import WatchedBuffers, fill, showing, split
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import WrappedStore
-from ckpt.consistency.checksums import CheckedBuffers, block_crcs
+from ckpt.consistency.checksums import CheckedBuffers, block_crcs, crc64nvme, joined_blocks, joined_runs
 from ckpt.errors import IntegrityError, StorageUnavailable, Truncated
 from ckpt.local_first.near_store import NearStore
-from ckpt.transfer.fetcher import StoredFile, at_once, read_verified
+from ckpt.transfer.fetcher import StoredFile, at_once, read_pieces, read_verified
 
 BLOCK = 1000
 DATA = random.Random(1).randbytes(10 * BLOCK + 77)
@@ -185,3 +187,31 @@ def test_a_damaged_block_of_a_cached_file_is_found(file: Store, tmp_path: Path) 
     assert (caught.value.start, caught.value.stop) == (4 * BLOCK, 5 * BLOCK)
     path.write_bytes(DATA)
     assert read_verified(file, stored, 0, buffers_of(len(DATA)), at_once) == CRCS
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_between_cuts_have_checksums_too(seed: int) -> None:
+    """Whatever comes when, and whether the file has checksums of its own or not."""
+    draw = random.Random(seed)
+    cuts = sorted({draw.randrange(len(DATA) + 1) for _ in range(draw.randrange(1, 12))})
+    checked = CheckedBuffers(buffers_of(len(DATA)), BLOCK, cuts)
+    with showing(checked) as came:
+        fill(checked, memoryview(DATA))
+        came(draw.randrange(len(DATA)))
+    pieces = checked.pieces()
+    assert joined_blocks(pieces, BLOCK) == CRCS
+    ends = [begin + nbytes for begin, nbytes, _ in pieces]
+    assert {*cuts} - {0} <= {*ends}
+    for start, stop in itertools.pairwise([0, *cuts, len(DATA)]):
+        between = [piece for piece in pieces if start <= piece[0] < stop]
+        assert joined_runs(between) == crc64nvme(DATA[start:stop])
+
+
+@pytest.mark.parametrize("crcs", [CRCS, None])
+def test_a_read_returns_the_checksums_between_cuts(tmp_path: Path, crcs: list[int] | None) -> None:
+    (tmp_path / "f").write_bytes(DATA)
+    stored = StoredFile("f", len(DATA), BLOCK if crcs else 1, crcs)
+    with closing(PosixStore(str(tmp_path))) as store:
+        pieces = read_pieces(store, stored, 2 * BLOCK, buffers_of(5 * BLOCK), at_once, cuts=[70, 3333])
+    own = [piece for piece in pieces if 70 <= piece[0] < 3333]
+    assert joined_runs(own) == crc64nvme(DATA[2 * BLOCK + 70 : 2 * BLOCK + 3333])

@@ -1,0 +1,142 @@
+"""Certify a live state by reading the checkpoint again: each rank its own regions, verified, and none of it kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import time
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ckpt.arguments import check_arguments, values_of
+from ckpt.collective import load_by, place_of
+from ckpt.errors import LoadFailed
+from ckpt.format.dcp_view import Chunks
+from ckpt.format.names import last_segment
+from ckpt.gc_pause import rare_gc
+from ckpt.load_plans.local import read_items
+from ckpt.ranks.failures import same_failure
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
+from ckpt.reading.delivered import DeliveredDigests
+from ckpt.reading.reader import CheckpointReader
+from ckpt.tools.certificate import Certificate, certificate
+from ckpt.tools.live_compare import local_chunks
+from ckpt.torch_private import flatten_sharded_tensors, flatten_state_dict
+from ckpt.transfer.tensor_memory import plain
+
+
+def certify(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    threads: int | None = None,
+    memory_budget_bytes: int | None = None,
+    trusted_objects: Collection[str] = (),
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    read_once: bool = True,
+    expect: str | None = None,
+) -> Certificate:
+    """Compare a live state with a checkpoint, on all ranks that hold parts of it; they need not be those that saved.
+
+    Each rank reads what it holds, verified, into scratch that is used again and again; replicas read it once. Nothing of
+    the state is changed. The arguments are those of `ckpt.load`. All ranks return the same certificate.
+
+    Raises:
+        DigestMismatch, NotFound, NotCommitted, IntegrityError, UnsafeContent, LoadFailed, ...: as `ckpt.load`.
+    """
+    began_s, place = time.monotonic(), place_of(url)
+    delivered = DeliveredDigests()
+
+    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        check_arguments(state, url, None)
+        values = values_of(state)
+        return values, flatten_state_dict(flatten_sharded_tensors(values))[0]
+
+    def make_reader(ranks: Ranks) -> CheckpointReader:
+        reader = CheckpointReader(
+            url,
+            storage_options=storage_options,
+            threads=threads,
+            memory_budget_bytes=memory_budget_bytes,
+            trusted_objects=trusted_objects,
+            timeout_s=timeout_s,
+            expect=expect,
+        )
+        reader.use_ranks(ranks, read_once=read_once)
+        reader.record_delivered(delivered)
+        return reader
+
+    call = f"certificate of {last_segment(place)}"
+    with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+        with same_failure(LoadFailed, place, ranks):
+            values, live = ranks.together(call, prepare)
+        load_by(dict(values), url, _Planner(), make_reader, ranks)
+        with same_failure(LoadFailed, place, ranks):
+            own = ranks.together(call, lambda: certificate(live, delivered))
+        return dataclasses.replace(own, took_s=time.monotonic() - began_s).of_all(ranks)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Plan to read what the chunks of a state need, into tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_partial_load=True)
+        self._targets: dict[tuple[str, torch.Size], torch.Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state as it is: DCP gives tensors without memory some, in place."""
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.state_dict, _ = flatten_state_dict(flatten_sharded_tensors(state_dict))
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan what can be compared: names that the checkpoint has, of the kind and size that it has."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, value in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if isinstance(stored, TensorStorageMetadata):
+                if isinstance(value, torch.Tensor) and value.size() == stored.size:
+                    items += self._items(name, value, stored)
+            elif stored is not None and not isinstance(value, torch.Tensor):
+                index, nothing = MetadataIndex(name), torch.Size([0])
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def _items(self, name: str, value: torch.Tensor, stored: TensorStorageMetadata) -> list[ReadItem]:
+        chunks: list[ChunkStorageMetadata] = []
+        try:
+            for begin, local in local_chunks(name, value):
+                if (dense := plain(local)) is not None and dense.device.type != "meta":
+                    chunk = ChunkStorageMetadata(torch.Size(begin), dense.size())
+                    target = torch.empty(dense.size(), dtype=dense.dtype, device="meta")
+                    self._targets[name, chunk.offsets] = target
+                    chunks.append(chunk)
+        except (ValueError, RuntimeError, NotImplementedError):
+            return []  # the comparison says what is the matter
+        if isinstance(stored.chunks, Chunks):
+            return read_items(name, stored.chunks.tensor, chunks)
+        return create_read_items_for_chunk_list(name, stored, chunks)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._targets[index.fqn, torch.Size(index.offset or ())]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Drop an object: its digest is noted."""
