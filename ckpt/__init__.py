@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import embeddings, errors, options
+    from ckpt import embeddings, errors, ops, options
     from ckpt.acceptance.roundtrip import roundtrip
     from ckpt.api import async_save, load, save
     from ckpt.content.checks import Checks
@@ -68,6 +68,7 @@ __all__ = [
     "install",
     "list_checkpoints",
     "load",
+    "ops",
     "options",
     "per_rank",
     "remove",
@@ -120,7 +121,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("embeddings", "errors", "options"):
+    if name in ("embeddings", "errors", "ops", "options"):
         return importlib.import_module(f"ckpt.{name}")
     if name == "__version__":
         return _version()

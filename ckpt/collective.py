@@ -225,6 +225,8 @@ def load_by(
                 names = structure_names(reader.opened().metadata) if is_noted else []
                 return names, {} if names else targets({})
 
+            if by_parts is not None and by_parts.records:
+                by_parts.delivered = reader.record_delivered()
             names, values = ranks.together(call, adopt)
             if names:  # what flattening lost; most checkpoints have nothing of it
                 texts = ranks.from_first(lambda: reader.read_objects(names))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
@@ -193,11 +193,50 @@ def has_shape(tensor: torch.Tensor, shape: torch.Size) -> bool:
     return all(0 in chunk.sizes for chunk in create_chunk_list(tensor))  # it holds nothing of it here
 
 
+def global_shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of the whole of which a tensor says, by hooks or fields, that it has chunks; else its own."""
+    if isinstance(tensor, torch.Tensor) and has_geometry(tensor):
+        items = create_write_items("", tensor)
+        planned = {tuple(item.tensor_data.size) for item in items if item.tensor_data}
+        if len(planned) == 1:
+            return planned.pop()
+    return tuple(tensor.size())
+
+
 def attached(tensor: torch.Tensor) -> Geometry | None:
     """Return the geometry that was attached to a copy; None if there is none."""
     hook = getattr(tensor, WRITE_ITEMS, None)
     geometry = getattr(hook, "__self__", None)
     return geometry if isinstance(geometry, Geometry) else None
+
+
+def with_chunks_of(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """Let a tensor that was made like another one, of any dtype, have the chunks that the other gives by itself.
+
+    Raises CheckpointError if these are not in its own memory.
+    """
+    geometry = Geometry.of(tensor, "")
+    is_inner = isinstance(tensor, DTensor) and not is_hooked(tensor)
+    source = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    memory = local_tensor(made) if isinstance(made, DTensor) else made
+    shards = {}
+    for offset, shard in geometry.shards.items():
+        place = place_in(shard.tensor().detach(), source.detach())
+        if place is None:
+            raise CheckpointError(
+                f"a chunk at {offset} that a parameter gives by its hooks is not in its memory"
+            )
+        shards[offset] = Shard(memory, place)
+    items = tuple(
+        dataclasses.replace(
+            item,
+            tensor_data=item.tensor_data
+            and dataclasses.replace(item.tensor_data, properties=TensorProperties.create_from_tensor(memory)),
+        )
+        for item in geometry.items
+    )
+    own = dataclasses.replace(geometry, items=items, shards=shards)
+    own.attach(memory if is_inner else made)
 
 
 def place_in(shard: torch.Tensor, whole: torch.Tensor) -> Place | None:

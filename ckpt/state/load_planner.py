@@ -31,7 +31,8 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
     Args:
         options: of the load.
-        restores: the program's own run is restored: parts that are not asked for are named as a warning.
+        restores: the program's own run is restored: parts that are not asked for are named as a warning, and digests of
+            all that is delivered are kept in `delivered`.
     """
 
     fills_all = True  # `ckpt.reading.coverage` checks it
@@ -42,7 +43,9 @@ class StateLoadPlanner(DefaultLoadPlanner):
         self._restores = restores
         self._parts: dict[str, Part] = {}
         self._targets: Targets | None = None
+        self.delivered: Any = None
         self.missing: tuple[str, ...] = ()
+        self.left_over: tuple[str, ...] = ()
 
     @property
     def targets(self) -> Targets:
@@ -58,12 +61,21 @@ class StateLoadPlanner(DefaultLoadPlanner):
         """
         stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
         self._targets = targets = Targets(self.options, stored)
+        self._plan(state_dict, targets)
+        self._judge(targets)
+        return targets.values
+
+    def plan_dry(self, state_dict: dict[str, Any], metadata: Metadata, texts: Mapping[str, Any]) -> None:
+        """Compare names alone: nothing is going to be loaded."""
+        stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
+        self._targets = Targets(self.options, stored, is_dry=True)
+        self._plan(state_dict, self._targets)
+
+    def _plan(self, state_dict: dict[str, Any], targets: Targets) -> None:
         self._parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
         plan_parts(self._parts, targets)
         targets.settle_missing()
         self.missing = tuple(targets.missing)
-        self._judge(targets)
-        return targets.values
 
     def _judge(self, targets: Targets) -> None:
         if targets.faults:
@@ -78,6 +90,18 @@ class StateLoadPlanner(DefaultLoadPlanner):
             _logger.warning("%s", text)
         for note in targets.notes:
             _logger.info("%s", note)
+
+    @property
+    def records(self) -> bool:
+        """Whether digests of all that is delivered are kept, for a certificate."""
+        return self._restores
+
+    def live(self) -> dict[str, Any]:
+        """Return the program's values by their stored names, as they are now."""
+        found: dict[str, Any] = {}
+        for part in self._parts.values():
+            found |= part.live()
+        return found
 
     def put_back(self) -> None:
         """Give the loaded values to the parts."""
@@ -134,6 +158,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         left_over = sorted(name for name in names if _holds(stored[name]))
         if not left_over:
             return
+        self.left_over = tuple(left_over)
         text = f"the program has no place for {shortened(left_over)}, which the checkpoint has"
         if self.options.strict is not False:
             raise LoadFailed(

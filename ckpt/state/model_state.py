@@ -17,7 +17,7 @@ from ckpt.format.fqns import Path
 from ckpt.state.canonical_names import ModuleNames, first_names, without_wrappers
 from ckpt.state.flat_parameters import sharded_states, shards
 from ckpt.state.stored import StoredPart, StoredValue
-from ckpt.state.structure import Structure, build, is_flattened, structure_of
+from ckpt.state.structure import Structure, build, is_flattened, leaves, structure_of
 from ckpt.state.targets import Targets, shortened
 
 _logger = logging.getLogger(__name__)
@@ -188,7 +188,20 @@ class ModelState:
                 elif loaded is not None:
                     state[key] = loaded
             self._give(model, state, self._live[number])
-        self._live, self._loaded = [], {}
+        self._live = []
+
+    def live(self) -> dict[str, Any]:
+        """Return the model's values by the stored names of the last plan."""
+        found: dict[str, Any] = {}
+        for number, raw in enumerate(self._raw_states()):
+            for key, value in raw.items():
+                loaded = self._loaded.get((number, key))
+                if isinstance(loaded, StoredValue):
+                    found[loaded.name] = value
+                elif isinstance(loaded, tuple):
+                    own = dict(leaves(value))
+                    found |= {each.name: own.get(path) for path, each in loaded[1].items()}
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load values by canonical name, as DCP and stock programs have them."""

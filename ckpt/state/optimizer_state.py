@@ -228,7 +228,16 @@ class OptimizerState:
                     f"{self._part.name}.{_EXTRA}",
                 )
             self._set(plan.optimizer, plan.names, state, loaded, extra)
-        self._plans = []
+
+    def live(self) -> dict[str, Any]:
+        """Return the optimizers' values by the stored names of the last plan; of groups those of their options."""
+        found: dict[str, Any] = {}
+        for plan in self._plans:
+            own = self._own_state(plan.optimizer)
+            for name, stored in plan.found.items():
+                values = self._part.below((_STATE, stored))
+                found |= {value.name: _member(own[_STATE].get(name), path) for path, value in values.items()}
+        return found
 
     def _stored_groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         below = self._part.below((_GROUPS,))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError, LoadFailed
 from ckpt.format.fqns import Path
+from ckpt.geometry import global_shape
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, children, is_flattened, leaves, name_of, structure_of
 from ckpt.state.targets import Targets
@@ -47,6 +48,9 @@ class PartState:
     def take(self, values: Mapping[str, Any]) -> None:
         if self._values.is_asked:
             self.load_state_dict(self._values.built(values))
+
+    def live(self) -> dict[str, Any]:
+        return self._values.live(self._part.state_dict())
 
     def load_state_dict(self, state: Any) -> None:
         try:
@@ -88,6 +92,11 @@ class _PartValues:
         if stored and changed:
             targets.notes.append(f"the program has, and the checkpoint lacks, {', '.join(changed[:5])}")
 
+    def live(self, value: Any) -> dict[str, Any]:
+        """Return the members of a value by their stored names."""
+        own = dict(leaves(value))
+        return {stored.name: own.get(path) for path, stored in self._asked.items()}
+
     @property
     def is_asked(self) -> bool:
         return bool(self._asked or self._structure)
@@ -105,7 +114,7 @@ def _flag(structure: Structure, path: Path) -> str | None:
 
 def like_of(path: Path, value: StoredValue, live: Any, flag: str | None, targets: Targets) -> Any:
     """Return the tensor whose sharding a value has: the program's own, or the parameter of the same name."""
-    if isinstance(live, torch.Tensor) and tuple(live.size()) == value.shape:
+    if isinstance(live, torch.Tensor) and global_shape(live) == value.shape:
         return live
     if flag != "dtensor":
         return None
@@ -196,6 +205,10 @@ class PlainValue:
                 return False
             value = next((item for name, item in children(value) if name == part), None)
         return isinstance(value, Mapping) and any(isinstance(item, torch.Tensor) for item in value.values())
+
+    def live(self) -> dict[str, Any]:
+        own = dict(leaves(self._holder.get(self._name, self._live)))
+        return {stored.name: own.get(path) for path, stored in self._asked.items()}
 
     def load_state_dict(self, state: Any) -> None:
         self._holder[self._name] = state

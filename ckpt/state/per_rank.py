@@ -113,6 +113,14 @@ class PerRank:
         _, size = rank_and_world_size()
         self._give(states[0] if ranks_of(self._stored, ()) == size else self._merged(states))
 
+    def live(self) -> dict[str, Any]:
+        """Return this rank's own by stored names; nothing if a merge made it."""
+        rank, _ = rank_and_world_size()
+        if self._asked.keys() != {rank}:
+            return {}
+        own = dict(leaves(local_values(self._own_state())))
+        return {value.name: own.get(path) for path, value in self._asked[rank].items()}
+
     def _own_state(self) -> Any:
         return self.part.state_dict() if hasattr(self.part, "state_dict") else self.part
 

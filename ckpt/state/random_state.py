@@ -58,6 +58,10 @@ class RandomState:
     def structures(self, value: Any, name: str) -> dict[Path, Structure]:
         return {}
 
+    def live(self) -> dict[str, Any]:
+        """Return nothing: random states move with each number that is drawn."""
+        return {}
+
     def plan(self, part: StoredPart, targets: Targets) -> None:
         """Ask for this rank's own, if as many ranks saved theirs: they may be missing, or left."""
         rank, ranks = rank_and_world_size()

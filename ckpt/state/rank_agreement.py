@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.fqns import STRUCTURE, Path
+from ckpt.geometry import has_geometry, plans_itself
 from ckpt.ranks.group import Ranks
 from ckpt.state.state_parts import Description, texts_of
 from ckpt.state.structure import Structure, leaves, name_of, structure_of
@@ -27,9 +28,6 @@ _WHOLE_BYTES = 1 << 20
 _PIECES, _PIECE_BYTES = 64, 4096
 _SHOWN = 5
 _GROUPS = "param_groups"
-_GEOMETRY = ("__create_write_items__", "__create_chunk_list__")
-"""A tensor that has one of these is a part of another one, and each rank has its own."""
-
 _noted_buffers: set[str] = set()
 
 
@@ -154,7 +152,8 @@ class _Digests:
 
 
 def _is_part(value: Any) -> bool:
-    return any(hasattr(value, name) for name in _GEOMETRY)
+    """Tell whether a value says by itself which chunks of a larger tensor it has: each rank has its own."""
+    return has_geometry(value) if isinstance(value, torch.Tensor) else plans_itself(value)
 
 
 def _sample(tensor: torch.Tensor, call: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.fqns import STRUCTURE
+from ckpt.geometry import global_shape
 from ckpt.options import LoadOptions
 from ckpt.state.load_planner import plan_parts
 from ckpt.state.optimizer_state import OptimizerState
@@ -66,7 +67,7 @@ def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _stored(name: str, value: Any) -> StoredValue:
     if isinstance(value, torch.Tensor) or hasattr(value, "local_shards"):
-        return StoredValue(name, tuple(value.size()), value.dtype)
+        return StoredValue(name, global_shape(value), value.dtype)
     return StoredValue(name)
 
 

@@ -46,6 +46,9 @@ class Part(Protocol):
     def take(self, values: Mapping[str, Any]) -> None:
         """Take the loaded values, by stored name."""
 
+    def live(self) -> dict[str, Any]:
+        """Return the program's values by the stored names of the last plan."""
+
     def load_state_dict(self, state: Any) -> None:
         """Take values as `state_dict` returns them."""
 

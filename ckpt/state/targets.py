@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import LoadFailed
+from ckpt.geometry import global_shape, has_geometry, has_shape, loses_geometry, with_chunks_of
 from ckpt.options import LoadOptions
 from ckpt.state.stored import StoredState, StoredValue
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor, sharded_tensor_like
@@ -102,6 +103,9 @@ class Targets:
         if value.shape is None or value.dtype is None:
             self.faults.append(f"{name!r} is an object in the checkpoint, and a tensor in the program")
             return
+        if isinstance(live, torch.Tensor) and has_geometry(live):
+            self._by_own_chunks(value, live, name)
+            return
         shape = tuple(live.size())
         if shape != value.shape:
             if self.options.on_shape != "resize" or len(shape) != len(value.shape):
@@ -121,6 +125,14 @@ class Targets:
             self.values[value.name] = live
             return
         self._by_way_of(value, live, name)
+
+    def _by_own_chunks(self, value: StoredValue, live: torch.Tensor, name: str) -> None:
+        """Load into a tensor that says by itself which chunks it has."""
+        assert value.shape is not None
+        if not has_shape(live, torch.Size(value.shape)):
+            self.faults.append(_other_shape(name, value.shape, global_shape(live)))
+        elif not self.is_dry:
+            self.values[value.name] = live
 
     def _by_way_of(self, value: StoredValue, live: Any, name: str) -> None:
         """Load the common part of two shapes into memory of the stored dtype; it is checked, and copied."""
@@ -164,7 +176,7 @@ class Targets:
             return
         if _is_same_kind(live, value, like):
             self.values[value.name] = live
-        elif like is not None and tuple(like.size()) == value.shape and value.shape:
+        elif like is not None and value.shape and global_shape(like) == value.shape:
             self.values[value.name] = empty_like(like, value.dtype)
         else:
             self.values[value.name] = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -202,7 +214,10 @@ def empty_like(tensor: Any, dtype: Any) -> Any:
     if isinstance(tensor, ShardedTensor):
         return sharded_tensor_like(tensor, dtype)
     with torch.no_grad():
-        return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
+        made = torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
+    if loses_geometry(tensor):
+        with_chunks_of(tensor, made)
+    return made
 
 
 def local_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:

@@ -11,7 +11,6 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,20 +20,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ckpt.arguments import check_arguments, values_of
 from ckpt.collective import load_by, place_of
 from ckpt.errors import LoadFailed
 from ckpt.format.dcp_view import Chunks
 from ckpt.format.names import last_segment
 from ckpt.gc_pause import rare_gc
 from ckpt.load_plans.local import read_items
+from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.delivered import DeliveredDigests
 from ckpt.reading.reader import CheckpointReader
+from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.tools.certificate import Certificate, certificate
 from ckpt.tools.live_compare import local_chunks
-from ckpt.torch_private import flatten_sharded_tensors, flatten_state_dict
 from ckpt.transfer.tensor_memory import plain
 
 
@@ -63,11 +62,6 @@ def certify(
     began_s, place = time.monotonic(), place_of(url)
     delivered = DeliveredDigests()
 
-    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
-        check_arguments(state, url, None)
-        values = values_of(state)
-        return values, flatten_state_dict(flatten_sharded_tensors(values))[0]
-
     def make_reader(ranks: Ranks) -> CheckpointReader:
         reader = CheckpointReader(
             url,
@@ -84,27 +78,31 @@ def certify(
 
     call = f"certificate of {last_segment(place)}"
     with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
+        planner = _Planner(LoadOptions(strict=False))
+        load_by(dict(state), url, planner, make_reader, ranks)
         with same_failure(LoadFailed, place, ranks):
-            values, live = ranks.together(call, prepare)
-        load_by(dict(values), url, _Planner(), make_reader, ranks)
-        with same_failure(LoadFailed, place, ranks):
-            own = ranks.together(call, lambda: certificate(live, delivered))
-        return dataclasses.replace(own, took_s=time.monotonic() - began_s).of_all(ranks)
+            own = ranks.together(call, lambda: certificate(planner.state_dict, delivered))
+        missing = tuple(sorted({*own.missing, *planner.missing}))
+        made = dataclasses.replace(own, missing=missing, left_over=planner.left_over)
+        return dataclasses.replace(made, took_s=time.monotonic() - began_s).of_all(ranks)
 
 
-class _Planner(DefaultLoadPlanner):
+class _Planner(StateLoadPlanner):
     """Plan to read what the chunks of a state need, into tensors without memory."""
 
-    def __init__(self) -> None:
-        super().__init__(allow_partial_load=True)
-        self._targets: dict[tuple[str, torch.Size], torch.Tensor] = {}
+    def __init__(self, options: LoadOptions) -> None:
+        super().__init__(options)
+        self._without_memory: dict[tuple[str, torch.Size], torch.Tensor] = {}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take the state as it is: DCP gives tensors without memory some, in place."""
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-        self.state_dict, _ = flatten_state_dict(flatten_sharded_tensors(state_dict))
+    def targets_for(
+        self, state_dict: dict[str, Any], metadata: Metadata, texts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the state itself, by stored names."""
+        self.plan_dry(state_dict, metadata, texts)
+        return self.live()
+
+    def put_back(self) -> None:
+        """Leave the state as it is."""
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what can be compared: names that the checkpoint has, of the kind and size that it has."""
@@ -127,7 +125,7 @@ class _Planner(DefaultLoadPlanner):
                 if (dense := plain(local)) is not None and dense.device.type != "meta":
                     chunk = ChunkStorageMetadata(torch.Size(begin), dense.size())
                     target = torch.empty(dense.size(), dtype=dense.dtype, device="meta")
-                    self._targets[name, chunk.offsets] = target
+                    self._without_memory[name, chunk.offsets] = target
                     chunks.append(chunk)
         except (ValueError, RuntimeError, NotImplementedError):
             return []  # the comparison says what is the matter
@@ -136,7 +134,7 @@ class _Planner(DefaultLoadPlanner):
         return create_read_items_for_chunk_list(name, stored, chunks)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._targets[index.fqn, torch.Size(index.offset or ())]
+        return self._without_memory[index.fqn, torch.Size(index.offset or ())]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Drop an object: its digest is noted."""

@@ -7,8 +7,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from ckpt import notebook
@@ -32,6 +32,7 @@ from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.state.state_parts import values_of
+from ckpt.tools.certificate import Certificate, certificate
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.near_saves import NearSaves
@@ -68,6 +69,8 @@ class Restored:
         passed_over: checkpoints that would have been preferred, but cannot be loaded.
         missing: keys of this rank's state that the checkpoint does not have: with `strict=False`,
             or of an optimizer that had no state yet for a parameter without a gradient.
+        certificate: says whether the state is, at this moment, bit for bit what was loaded, or lists what is not, on
+            this rank. It is made when it is first looked at; with FSDP1, and random states apart, on all ranks.
         state: the loaded parts by name; plain values are here alone.
         is_initial: it is the checkpoint `initial=`, not one of this run.
     """
@@ -78,6 +81,22 @@ class Restored:
     missing: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
     is_initial: bool = False
+    _planner: StateLoadPlanner | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        assert self._planner is not None, "nothing has been restored"
+        made = certificate(self._planner.live(), self._planner.delivered)
+        targets = self._planner.targets
+        return replace(
+            made,
+            missing=tuple(sorted({*made.missing, *self._planner.missing})),
+            left_over=self._planner.left_over,
+            resized=tuple(sorted({*made.resized, *targets.resized})),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planner": None}
 
     def _repr_html_(self) -> str:
         facts = [("step", notebook.text(self.step))]
@@ -145,7 +164,8 @@ def restore(
                 saves.go_on_from(choice.step, choice.path, saved_at_s, is_durable=is_durable)
                 figures["load_s"] = time.monotonic() - began_s
                 saves.tell("restored", choice.step, shown, "", **figures, **read)
-                return Restored(choice.step, shown, tuple(passed_over), loaded.missing, state)
+                more: dict[str, Any] = {"state": state, "_planner": loaded}
+                return Restored(choice.step, shown, tuple(passed_over), loaded.missing, **more)
             if choice.near is None and ranks.from_first(lambda: search.is_gone(choice)):
                 continue
         is_near, is_foreign = choice.near is not None, choice.candidate.is_foreign
@@ -165,9 +185,10 @@ def restore(
         saves.tell("restored", None, "nothing: no checkpoint has been committed here")
         return None
     number, shown = step_of(os.fspath(initial)) or 0, place_of(initial)
-    missing = attempt(os.fspath(initial)).missing
+    loaded = attempt(os.fspath(initial))
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
-    return Restored(number, shown, tuple(passed_over), missing, state, is_initial=True)
+    more = {"state": state, "_planner": loaded, "is_initial": True}
+    return Restored(number, shown, tuple(passed_over), loaded.missing, **more)
 
 
 def _checked(
