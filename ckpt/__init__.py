@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt import embeddings, errors
+    from ckpt import embeddings, errors, options
     from ckpt.acceptance.roundtrip import roundtrip
     from ckpt.api import async_save, load, save
     from ckpt.content.checks import Checks
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpt.reading.reader import CheckpointReader
     from ckpt.references.frozen import frozen
     from ckpt.scrubbing.scrub import scrub
+    from ckpt.state.per_rank import per_rank
     from ckpt.tools.copy import copy
     from ckpt.tools.diff import diff
     from ckpt.tools.doctor import doctor
@@ -67,6 +68,8 @@ __all__ = [
     "install",
     "list_checkpoints",
     "load",
+    "options",
+    "per_rank",
     "remove",
     "roundtrip",
     "save",
@@ -101,6 +104,7 @@ _HOMES = {
     "install": "ckpt.dcp_hook",
     "list_checkpoints": "ckpt.tools.ls",
     "load": "ckpt.api",
+    "per_rank": "ckpt.state.per_rank",
     "remove": "ckpt.tools.remove",
     "roundtrip": "ckpt.acceptance.roundtrip",
     "save": "ckpt.api",
@@ -116,7 +120,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("embeddings", "errors"):
+    if name in ("embeddings", "errors", "options"):
         return importlib.import_module(f"ckpt.{name}")
     if name == "__version__":
         return _version()

@@ -18,6 +18,7 @@ from ckpt.content.checks import Checks, Level
 from ckpt.errors import ConfigurationError
 from ckpt.gc_pause import rare_gc
 from ckpt.local_first.options import LocalTier
+from ckpt.options import LoadOptions, SaveOptions
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.reader import CheckpointReader
 from ckpt.writing.background import SaveFuture
@@ -50,6 +51,7 @@ def save(
     stock_metadata_max_bytes: int | None = DEFAULT_MAX_BYTES,
     checks: Checks | Level | None = None,
     block_digests: str | None = None,
+    options: SaveOptions | None = None,
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
@@ -95,7 +97,9 @@ def save(
         block_digests=block_digests,
     )
     with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=False)
+        writer, values = prepare_save(
+            state_dict, url, planner, base, make_writer, ranks, copy=False, options=options
+        )
         return save_values(values, writer, planner, ranks)
 
 
@@ -122,6 +126,7 @@ def async_save(
     checks: Checks | Level | None = None,
     block_digests: str | None = None,
     local: str | os.PathLike[str] | LocalTier | None = None,
+    options: SaveOptions | None = None,
 ) -> SaveFuture:
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
@@ -135,7 +140,7 @@ def async_save(
     nodes have it, its `result()` returns when it is durable, and `state` says which. Raises SaveFailed if it could not
     begin on some rank, ConfigurationError if an argument is wrong.
     """
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "storage_options": storage_options,
         "overwrite": overwrite,
         "threads": threads,
@@ -151,18 +156,22 @@ def async_save(
         if format != "ckpt" or base is not None or frozen or digests or not overwrite:
             text = "local= goes with none of format=, base=, frozen=, digests= and overwrite="
             raise ConfigurationError(text)
-        options |= {"process_group": process_group, "no_dist": no_dist}
-        near: SaveFuture = _near().async_save_near(state_dict, url, local, planner=planner, **options)
+        settings |= {"process_group": process_group, "no_dist": no_dist}
+        near: SaveFuture = _near().async_save_near(
+            state_dict, url, local, planner=planner, save_options=options, **settings
+        )
         return near
     wanted = base, frozen, digests
-    make_writer = partial(writer_for, format, max_shard_size, planner, wanted, url, **options)
+    make_writer = partial(writer_for, format, max_shard_size, planner, wanted, url, **settings)
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
         ranks = Ranks(process_group, no_dist=no_dist, purpose="background", timeout_s=timeout_s)
         with rare_gc(), ExitStack() as stack:
             stack.callback(ranks.close)
-            writer, staged = prepare_save(state_dict, url, planner, base, make_writer, ranks, copy=True)
+            writer, staged = prepare_save(
+                state_dict, url, planner, base, make_writer, ranks, copy=True, options=options
+            )
             stack.pop_all()
         return lambda: save_copy(staged, writer, planner or DefaultSavePlanner(), ranks)
 
@@ -188,6 +197,7 @@ def load(
     read_once: bool = True,
     local: str | os.PathLike[str] | LocalTier | None = None,
     expect: str | None = None,
+    options: LoadOptions | None = None,
 ) -> None:
     """Load a checkpoint, or a folder of safetensors files, into `state_dict` in place, on any number of ranks.
 
@@ -208,7 +218,7 @@ def load(
         LoadFailed: anything else, such as a key that the checkpoint does not have.
     """
 
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "storage_options": storage_options,
         "verify": verify,
         "threads": threads,
@@ -220,19 +230,21 @@ def load(
     if local is not None:
         if expect is not None:
             raise ConfigurationError("expect= names what is durable; it does not go with local=")
-        del options["expect"]
+        del settings["expect"]
         group = {"process_group": process_group, "no_dist": no_dist}
         with rare_gc():
-            if _near().load_nearest(state_dict, url, local, planner=planner, **group, **options):
+            if _near().load_nearest(
+                state_dict, url, local, planner=planner, options=options, **group, **settings
+            ):
                 return
 
     def make_reader(ranks: Ranks) -> CheckpointReader:
-        reader = CheckpointReader(url, visibility_timeout_s=visibility_timeout_s, **options)
+        reader = CheckpointReader(url, visibility_timeout_s=visibility_timeout_s, **settings)
         reader.use_ranks(ranks, read_once=read_once)
         return reader
 
     with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        load_by(state_dict, url, planner, make_reader, ranks)
+        load_by(state_dict, url, planner, make_reader, ranks, options=options)
 
 
 def _near() -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,19 +13,25 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from ckpt.arguments import check_arguments, put_back, values_of
+from ckpt.arguments import check_arguments
 from ckpt.backends.options import redact_url
 from ckpt.consistency.commit import proves_no_commit
 from ckpt.errors import CommitUnknown, ConfigurationError, LoadFailed, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
+from ckpt.options import LoadOptions, SaveOptions
 from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
 from ckpt.references.request import References, with_base
 from ckpt.references.writer import ReferringWriter
+from ckpt.state.load_planner import StateLoadPlanner
+from ckpt.state.rank_agreement import agree_on_values
+from ckpt.state.resume_check import check_resumable
+from ckpt.state.state_parts import Description, put_back, values_of, values_to_save
+from ckpt.state.stored import structure_names
 from ckpt.writing.background import Background
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
@@ -71,14 +78,28 @@ def prepare_save(
     ranks: Ranks,
     *,
     copy: bool,
+    options: SaveOptions | None = None,
+    described: Description | None = None,
 ) -> tuple[CheckpointWriter, dict[str, Any]]:
-    """Make the writer and resolve the state on every rank; DCP would wait for ranks that fail here."""
+    """Make the writer and resolve the state on every rank; DCP would wait for ranks that fail here.
+
+    `described`: the state is resolved already, and this is what its values are.
+    """
 
     def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
         check_arguments(state_dict, url, planner)
         writer = make_writer()
         writer.use(ranks.progress)
-        values = values_of(state_dict)
+        values = dict(state_dict)
+        if described is None:
+            flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
+            per_rank = () if options is None else options.per_rank
+            values, writer.described = values_to_save(state_dict, per_rank, flattens=flattens)
+            if options is not None and options.resume_check and flattens:
+                check_resumable(writer.described.parts, values)
+            writer.described.parts.clear()  # a copy that is saved later must not keep the models
+        else:
+            writer.described = described
         if isinstance(writer, ModelWriter):
             writer.take({key: values[key] for key in state_dict}, ranks)
         waits = isinstance(writer, ReferringWriter) and writer.wants_base
@@ -102,6 +123,8 @@ def save_values(
     state_dict: dict[str, Any], writer: CheckpointWriter, planner: SavePlanner | None, ranks: Ranks
 ) -> Metadata:
     try:
+        if writer.described is not None:
+            state_dict = _agreed(state_dict, writer, ranks)
         try:
             return _save_once(state_dict, writer, planner, ranks)
         except SaveFailed as error:  # all ranks have the same failures
@@ -110,6 +133,13 @@ def save_values(
             return _save_once(state_dict, writer, planner, ranks)
     finally:
         writer.close()
+
+
+def _agreed(state_dict: dict[str, Any], writer: CheckpointWriter, ranks: Ranks) -> dict[str, Any]:
+    """Compare values that one rank's stand for; return those to save. Raises SaveFailed on all ranks."""
+    place = writer.checkpoint_id
+    with same_failure(SaveFailed, place, ranks):
+        return agree_on_values(state_dict, writer.described, ranks, place)
 
 
 def _save_once(
@@ -161,32 +191,51 @@ def load_by(
     make_reader: Callable[[Ranks], Reader],
     ranks: Ranks,
     open_together: Callable[[Reader, Ranks], bytes | None] | None = None,
+    options: LoadOptions | None = None,
 ) -> Reader:
     """Load by a reader of each rank, and return it, closed; `open_together` returns what all adopt."""
     place = place_of(url)
     call = f"load of {last_segment(place)}"
 
-    def prepare() -> tuple[Reader, dict[str, Any]]:
+    def prepare() -> Reader:
         check_arguments(state_dict, url, planner)
-        return make_reader(ranks), values_of(state_dict)
+        return make_reader(ranks)
 
     with same_failure(LoadFailed, place, ranks):
-        reader, values = ranks.together(call, prepare)
+        reader = ranks.together(call, prepare)
         with closing(reader):
             shared = (open_together or _open_together)(reader, ranks)
+            by_parts = planner if isinstance(planner, StateLoadPlanner) else None
+            if planner is None and shared is not None:
+                by_parts = StateLoadPlanner(options)
 
-            def adopt() -> dict[str, Any]:
+            def targets(texts: Mapping[str, Any]) -> dict[str, Any]:
+                if by_parts is None:
+                    return reader.without_tied(values_of(state_dict))
+                if shared is None:
+                    raise LoadFailed(
+                        "each rank has saved a part of its own: only ckpt.load loads such a checkpoint"
+                    )
+                return by_parts.targets_for(state_dict, reader.opened().metadata, texts)
+
+            def adopt() -> tuple[list[str], dict[str, Any]]:
                 if shared is not None and (ranks.rank != 0 or open_together is not None):
                     reader.adopt(shared)
-                return reader.without_tied(values)
+                is_noted = by_parts is not None and shared is not None
+                names = structure_names(reader.opened().metadata) if is_noted else []
+                return names, {} if names else targets({})
 
-            values = ranks.together(call, adopt)
+            names, values = ranks.together(call, adopt)
+            if names:  # what flattening lost; most checkpoints have nothing of it
+                texts = ranks.from_first(lambda: reader.read_objects(names))
+                values = ranks.together(call, lambda: targets(texts))
             try:
                 with interrupts(reader, ranks):
-                    load_planned(values, reader, planner, ranks, is_shared=shared is not None)
+                    load_planned(values, reader, by_parts or planner, ranks, is_shared=shared is not None)
             except CheckpointException as error:
                 raise load_error(error, place) from cause_of(error)
-        ranks.together(call, lambda: put_back(state_dict, values))
+        take = partial(put_back, state_dict, values) if by_parts is None else by_parts.put_back
+        ranks.together(call, take)
     return reader
 
 

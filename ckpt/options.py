@@ -18,9 +18,11 @@ class SaveOptions:
     Attributes:
         per_rank: names, `*` allowed, of values that are each rank's own: `["loader", "metrics.*"]`. Each rank
             gets its own back on the same number of ranks. `ckpt.per_rank` says the same of one part.
+        resume_check: plan the save back before it begins, as a `CheckpointManager` does with its first one.
     """
 
     per_rank: Collection[str] = ()
+    resume_check: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.per_rank, str) or not all(isinstance(name, str) for name in self.per_rank):

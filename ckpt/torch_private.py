@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -189,3 +190,26 @@ def set_local_shards(tensor: ShardedTensor, shards: Sequence[Shard]) -> None:
 def group_names() -> Any:
     """Return the names of all process groups of this process, by group."""
     return dist.distributed_c10d._world.pg_names
+
+
+def sharded_tensor_like(tensor: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    """Make a ShardedTensor with the shards of another one, of a dtype, and without their values."""
+    made = copy.copy(tensor)
+    shards = []
+    for shard in tensor.local_shards():
+        own = copy.copy(shard)
+        own.tensor = torch.empty_like(shard.tensor, dtype=dtype)
+        shards.append(own)
+    metadata = copy.copy(tensor.metadata())
+    metadata.tensor_properties = copy.copy(metadata.tensor_properties)
+    metadata.tensor_properties.dtype = dtype
+    made._metadata = metadata
+    set_local_shards(made, shards)
+    return made
+
+
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer has hooks that see or change what `load_state_dict` is given."""
+    return bool(
+        optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    )

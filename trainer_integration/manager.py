@@ -9,6 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.collective import place_of
@@ -17,10 +18,12 @@ from ckpt.content.checks import Checks, Level
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.local_first.options import LocalTier
+from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.nodes import first_of_node
 from ckpt.references.frozen import Patterns
+from ckpt.state.state_parts import size_bytes, training_state
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import KeepRule
@@ -32,7 +35,6 @@ from ckpt.trainer_integration.run.restore import Restored, restore
 from ckpt.trainer_integration.run.save_decision import Decisions
 from ckpt.trainer_integration.run.tier import tier_of
 from ckpt.trainer_integration.saving import SaveRule
-from ckpt.trainer_integration.training_state import size_bytes, training_state
 from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes
 
 if TYPE_CHECKING:
@@ -137,11 +139,12 @@ class CheckpointManager:
         *,
         step: int | Literal["latest-valid", "best"] = "latest-valid",
         initial: str | os.PathLike[str] | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         rng: bool = True,
         trusted_objects: Collection[str] = (),
         read_once: bool = True,
         expect: str | None = None,
+        options: LoadOptions | None = None,
         **parts: Any,
     ) -> Restored | None:
         """Load a checkpoint into parts, or a state dict, in place, on any number of ranks.
@@ -150,7 +153,8 @@ class CheckpointManager:
             step: `latest-valid` is the newest durable checkpoint that passes its checks. Newer ones that do not, or that
                 only the run's record lists, are reported. `best` is that of the keep rule. A number is that step.
             initial: where to begin if the run has no checkpoint yet, with `latest-valid`: any that `ckpt.load` reads.
-            strict: keys that the checkpoint lacks, or that are left over, are an error.
+            strict: as in `ckpt.options.LoadOptions`; None takes all that the checkpoint has of the parts.
+            options: of the load: `rename`, `on_shape`, `allow_casts`.
             read_once: replicas read what they share once, as in `ckpt.load`.
             expect: the digest of the checkpoint, `sha256:...`. Another one that is chosen is refused, as by `ckpt.load`.
 
@@ -163,9 +167,11 @@ class CheckpointManager:
         self._check_open()
         self._settle()  # the save in flight is the newest one, or a step to be given up
         checked, wanted = self._made(state, parts, rng), step if isinstance(step, str) else _number(step)
-        options = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
+        options = options or LoadOptions()
+        options = options if strict is None else replace(options, strict=strict)
+        settings = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
         where = initial, self._ranks, self._saves
-        return restore(checked, wanted, *where, strict=strict, expect=expect, load_options=options)
+        return restore(checked, wanted, *where, options=options, expect=expect, load_options=settings)
 
     def step(
         self,

@@ -30,6 +30,7 @@ from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
 from ckpt.ranks.heartbeat import Limits
 from ckpt.ranks.lost_ranks import lost
+from ckpt.state.structure import STRUCTURE
 from ckpt.transfer.reports import ReportBytes, no_report
 
 _TARGETS: Mapping[Format, type[Target]] = {
@@ -153,6 +154,8 @@ def _target(ends: _Ends, to: Format | None, rules: Rules, *more: Any) -> Target:
     if ends.configuration is not None:
         tensors.model_folder = open_configuration(ends.configuration, location, form)
     selection = select(tensors, rules)
+    if form in ("ckpt", "dcp"):
+        selection.objects += selection.structures
     tensors.prepare({chosen.source for chosen in selection.everything})
     return _TARGETS[form](form, tensors, selection, location, *more)
 
@@ -164,7 +167,7 @@ def _result(target: Target, written: Sequence[Written]) -> Converted:
         target.source.format,
         target.format,
         tensors=len(target.selection.tensors),
-        objects=len(target.selection.objects),
+        objects=len([each for each in target.selection.objects if each.path[0] != STRUCTURE]),
         tensor_bytes=target.selection.nbytes,
         files=sum(rank.files for rank in written),
         sent_bytes=sum(rank.nbytes for rank in written),

@@ -13,6 +13,7 @@ import torch
 from ckpt.conversion.source import TensorFacts, TensorSource
 from ckpt.errors import ConfigurationError
 from ckpt.format.fqns import Path, has_model, part_of
+from ckpt.state.structure import STRUCTURE
 
 _SHORT_DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32",
@@ -61,12 +62,14 @@ class Selection:
 
     Attributes:
         dropped: names that a caller might miss, and the reason for each.
+        structures: objects that say what flattening lost of parts that are chosen whole.
     """
 
     rules: Rules
     tensors: list[ChosenTensor] = field(default_factory=list)
     objects: list[Chosen] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+    structures: list[Chosen] = field(default_factory=list)
 
     @property
     def everything(self) -> list[Chosen]:
@@ -115,7 +118,12 @@ def select(source: TensorSource, rules: Rules) -> Selection:
         if rules.dtype is not None and part == "weights" and _is_weight_dtype(facts.dtype):
             facts = replace(facts, dtype=rules.dtype)
         tensors[name] = facts
-    objects = [name for name in source.objects if _is_wanted(name, rules) and not rules.weights_only]
+    noted = {name for name in source.objects if source.paths.get(name, ("",))[0] == STRUCTURE}
+    objects = [
+        name
+        for name in source.objects
+        if name not in noted and _is_wanted(name, rules) and not rules.weights_only
+    ]
     new_names = _new_names([*tensors, *objects], rules.rename)
     if not new_names:
         raise ConfigurationError(
@@ -124,7 +132,16 @@ def select(source: TensorSource, rules: Rules) -> Selection:
     paths = {name: _path(source, name, new) for name, new in new_names.items()}
     selection.tensors = [ChosenTensor(new_names[n], n, paths[n], facts) for n, facts in tensors.items()]
     selection.objects = [Chosen(new_names[n], n, paths[n]) for n in objects]
+    if noted and not selection.is_renamed:
+        values = {*source.tensors, *source.objects} - noted
+        left_out = {_top(source, name) for name in values if name not in new_names}
+        whole = [name for name in sorted(noted) if source.paths[name][1] not in left_out]
+        selection.structures = [Chosen(name, name, source.paths[name]) for name in whole]
     return selection
+
+
+def _top(source: TensorSource, name: str) -> str | int:
+    return source.paths.get(name, (name,))[0]
 
 
 def globs_of(argument: str, given: Sequence[str]) -> tuple[str, ...]:

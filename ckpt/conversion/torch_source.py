@@ -15,6 +15,7 @@ from ckpt.backends.base import ObjectStat, Store
 from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.elements import StoredTensor
+from ckpt.state.structure import STRUCTURE, encode, structure_of
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import is_plain_tensor, load_meta
@@ -98,6 +99,11 @@ class TorchFileSource(FileSource):
             total += value.numel() * value.element_size()
             if value.numel() and names.setdefault(memory, name) != name:
                 self.aliases[name] = names[memory]
+        for name, value in state.items():
+            if structure := structure_of(value, str(name)):
+                noted = f"{STRUCTURE}.{name}"
+                self.objects.append(noted)
+                self._values[noted], self.paths[noted] = encode(structure), (STRUCTURE, str(name))
         if total > _MAX_GROWTH * self._size_bytes + _SLACK_BYTES:
             raise UnsafeContent(f"has tensors of {total} bytes in all, far more than are stored")
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, FormatError
+from ckpt.format.fqns import Path
 from ckpt.format.planner_data import check_planner_data
+from ckpt.state.stored import StoredState, StoredValue
+from ckpt.state.structure import build
 from ckpt.stock.item_frame import FrameWriter
 from ckpt.stock.safe_load import fault_for_torch
 from ckpt.torch_private import unflatten_state_dict
@@ -65,10 +68,23 @@ class TorchTarget(FileTarget):
             if state is not None:
                 return state
         paths = self.selection.paths
+        if self.selection.structures:
+            return self._structured(values, paths)
         try:
             check_planner_data(paths)
             nested: dict[str, Any] = unflatten_state_dict(dict(values), paths)
         except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             text = f"the nested state cannot be rebuilt from its flat names: {error}"
             raise FormatError(text, url=self.source.url) from None
+        return nested
+
+    def _structured(self, values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+        """Rebuild a state of which is noted what flattening lost."""
+        texts = {chosen.name: self.source.load_object(chosen.source) for chosen in self.selection.structures}
+        noted = {chosen.name: chosen.path for chosen in self.selection.structures}
+        stored = StoredState(map(StoredValue, values), {**paths, **noted}, texts)
+        nested = {}
+        for name, part in stored.parts.items():
+            leaves = {path: values[value.name] for path, value in part.values.items()}
+            nested[name] = build(leaves, part.nodes, None, name)
         return nested

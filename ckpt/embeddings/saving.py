@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from ckpt.arguments import check_arguments, values_of
+from ckpt.arguments import check_arguments
 from ckpt.collective import (
     background,
     place_of,
@@ -27,12 +27,15 @@ from ckpt.embeddings.gate import UpdateGate
 from ckpt.embeddings.restoring import PREFIX, restore_shard
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
+from ckpt.options import SaveOptions
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.base import UNFIT, base_name
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
+from ckpt.state.resume_check import check_resumable
+from ckpt.state.state_parts import Description, values_to_save
 
 _logger = logging.getLogger(__name__)
 
@@ -179,7 +182,11 @@ class Tables:
                     for shard in self.shards:
                         shard.begin()
                         begun.shards.append(shard)
-                    values = values_of(state_dict)
+                    chosen = more.pop("options", None) or SaveOptions()
+                    values, begun.described = values_to_save(state_dict, chosen.per_rank)
+                    if chosen.resume_check:
+                        check_resumable(begun.described.parts, values)
+                    begun.described.parts.clear()
                     begun.values = stager.stage(values) if is_async else values
             except Exception as error:
                 begun.error = error
@@ -210,7 +217,9 @@ class Tables:
                     references = References(base, Patterns(frozen), prefixes, undigested=PREFIX)
                     return writer_for(format, size, planner, (references, (), False), url, **options)
 
-                writer, values = prepare_save(begun.values, url, None, base, make_writer, ranks, copy=False)
+                writer, values = prepare_save(
+                    begun.values, url, None, base, make_writer, ranks, copy=False, described=begun.described
+                )
                 metadata = save_copy(values, writer, planner, ranks)
         except BaseException as error:
             begun.settle(durable=False)
@@ -255,12 +264,14 @@ class _Begun:
 
     Attributes:
         shards: those that must be told how it ends.
+        described: what the values are.
         epoch: of the gate; None without one.
         error: why this rank could not; the others hear of it.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.described = Description()
         self.shards: list[TableShard] = []
         self.epoch: int | None = None
         self.error: Exception | None = None

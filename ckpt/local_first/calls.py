@@ -29,6 +29,7 @@ from ckpt.local_first.node_tier import NodeTier
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.saving import Place, Saved, save_to_first
 from ckpt.local_first.watch import Watch
+from ckpt.options import LoadOptions, SaveOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.reading.latest import Candidate, examine
@@ -153,6 +154,7 @@ def async_save_near(
     process_group: Any,
     no_dist: bool,
     timeout_s: float,
+    save_options: SaveOptions | None = None,
     **options: Any,
 ) -> SaveFuture:
     """Save to the nodes' disks behind the trainer, and have the checkpoint carried to `url`.
@@ -187,6 +189,7 @@ def async_save_near(
         is_async=True,
         planner=planner,
         timeout_s=timeout_s,
+        options=save_options,
     )
     _last[:] = [save]
     saved.add_done_callback(lambda done: _follow(done, save, *chosen[0]))
@@ -300,11 +303,12 @@ def load_nearest(
     process_group: Any,
     no_dist: bool,
     timeout_s: float,
-    **options: Any,
+    options: LoadOptions | None = None,
+    **settings: Any,
 ) -> bool:
     """Load a checkpoint from wherever it is nearest; return False, on all ranks, if `url` has to be read alone.
 
-    `options` are those of `CheckpointReader`. Raises as `ckpt.load`.
+    `settings` are those of `CheckpointReader`. Raises as `ckpt.load`.
     """
     with contextlib.closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
 
@@ -327,7 +331,8 @@ def load_nearest(
         no_dist=no_dist,
         timeout_s=timeout_s,
         storage_options=storage_options,
-        **options,
+        options=options,
+        **settings,
     )
     return True
 

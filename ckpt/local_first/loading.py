@@ -20,6 +20,7 @@ from ckpt.format.records import StoredCommit
 from ckpt.local_first.holdings import Holding, shared
 from ckpt.local_first.near_store import NearStore, ReadOnlyStore
 from ckpt.local_first.neighbours import Neighbours, NeighbourStore, stem_of
+from ckpt.options import LoadOptions
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.reader import CheckpointReader
@@ -133,7 +134,8 @@ def load_near(
     no_dist: bool = False,
     read_once: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    **options: Any,
+    options: LoadOptions | None = None,
+    **settings: Any,
 ) -> Mapping[str, int]:
     """Load a checkpoint as `ckpt.load` does, from wherever it is nearest; return the bytes read, by place.
 
@@ -152,7 +154,7 @@ def load_near(
     readers: list[NearReader] = []
 
     def make_reader(ranks: Ranks) -> NearReader:
-        readers[:] = [NearReader(near, far, ranks, timeout_s=timeout_s, distrusted=distrusted, **options)]
+        readers[:] = [NearReader(near, far, ranks, timeout_s=timeout_s, distrusted=distrusted, **settings)]
         return readers[0]
 
     def open_together(reader: NearReader, ranks: Ranks) -> bytes:
@@ -171,7 +173,7 @@ def load_near(
         with contextlib.closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
             try:
                 return load_by(
-                    state_dict, place_of(near), planner, make_reader, ranks, open_together
+                    state_dict, place_of(near), planner, make_reader, ranks, open_together, options
                 ).read_bytes
             except _OF_A_PLACE as error:  # the same on all ranks
                 known = distrusted

@@ -21,6 +21,7 @@ from ckpt.format.run_record import NO_STAMP, RunStamp
 from ckpt.gc_pause import rare_gc
 from ckpt.local_first.holdings import shared
 from ckpt.local_first.partners import Copied, copy_from_partners
+from ckpt.options import SaveOptions
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Purpose, Ranks
 from ckpt.writing.writer import CheckpointWriter
@@ -79,6 +80,7 @@ def save_to_first(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    options: SaveOptions | None = None,
 ) -> Future[Saved]:
     """Save to the first place that takes it; with `is_async` copy the state, and save behind the trainer.
 
@@ -97,8 +99,16 @@ def save_to_first(
         with rare_gc(), contextlib.ExitStack() as stack:
             stack.callback(ranks.close)
             places = choose(ranks)
+            first = places[0]
             writer, values = prepare_save(
-                state_dict, places[0].url, planner, None, lambda: _writer(places[0]), ranks, copy=is_async
+                state_dict,
+                first.url,
+                planner,
+                None,
+                lambda: _writer(first),
+                ranks,
+                copy=is_async,
+                options=options,
             )
             stack.pop_all()
         return lambda: _save(values, writer, places, planner or DefaultSavePlanner(), ranks, is_copy=is_async)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -177,6 +178,20 @@ class CheckpointReader(DcpStorage, StorageReader):
         """
         self._next = open_loadable(self._store, self._settings)
         return self._next
+
+    def opened(self) -> Checkpoint:
+        """Return the checkpoint that the next load uses."""
+        assert self._next is not None, "no checkpoint is open"
+        return self._next
+
+    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
+        """Read some objects of the checkpoint that is open. Raises as a load."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict.fromkeys(names), self.opened().metadata, is_coordinator=True)
+        with workers(self._store.threads, "ckpt-read") as threads, self._errors_named():
+            loader = Loader(self.opened(), planner, self._pool, threads, ())
+            loader.run(planner.create_local_plan().items)
+        return planner.state_dict
 
     def adopt(self, shared: bytes) -> None:
         """Use the checkpoint that another rank encoded with `open().share()`."""

@@ -109,6 +109,9 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Whether a plan may say less than DCP's: which items to write, and no more."""
 
     stamp = NO_STAMP  # of the run that it saves for
+    described: Any = None
+    """What the values of the state are, where `ckpt.save` and the manager know it."""
+
     _own_memory = True
     _is_model = False
 

@@ -10,7 +10,7 @@ import torch
 
 import ckpt
 from ckpt.embeddings import Tables, TableShard
-from ckpt.trainer_integration.training_state import training_state
+from ckpt.state import training_state
 from examples.recommender.checkpoints import url_of
 from examples.recommender.click_log import TABLES, ClickLog
 from examples.recommender.hash_rows import HashRows

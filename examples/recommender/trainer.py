@@ -18,7 +18,7 @@ from torch.nn import functional
 import ckpt
 from ckpt.embeddings import Tables, home_of
 from ckpt.embeddings.rows import Ids
-from ckpt.trainer_integration.training_state import training_state
+from ckpt.state import training_state
 from examples.recommender import server
 from examples.recommender.checkpoints import url_of
 from examples.recommender.click_log import TABLES, ClickLog, Clicks

@@ -31,7 +31,7 @@ from ckpt.ranks.failures import StepFailed, load_error
 from ckpt.ranks.many_failures import MAX_FAILURES
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.read_once import Replicas
-from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
+from ckpt.state.load_planner import StateLoadPlanner
 
 PATCH = pytest.MonkeyPatch()
 """Of one rank, whose process ends with its function."""

@@ -16,7 +16,7 @@ from support.strict_s3 import StrictS3
 
 import ckpt
 from ckpt.cli.app import app
-from ckpt.trainer_integration.training_state import training_state
+from ckpt.state import training_state
 
 GUIDES = tuple(page for page in PAGES if page.startswith("docs/guides/") and not page.endswith("README.md"))
 """Every block of theirs runs: Python, the new lines of diffs, and commands."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt.errors import FormatError
 from ckpt.format.columns import packed
-from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
+from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.transfer.boxes import Box, tiled_box, tiling_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore")

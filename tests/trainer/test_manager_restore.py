@@ -30,7 +30,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFoun
 from ckpt.format.run_record import RUN_KEY
 from ckpt.trainer_integration.events import Event, JsonLines
 from ckpt.trainer_integration.run import async_modes
-from ckpt.trainer_integration.training_state import training_state
+from ckpt.state import training_state
 from ckpt.writing import staging_memory
 
 MOMENTS = {

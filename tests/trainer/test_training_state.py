@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 import ckpt
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.trainer_integration import saving
-from ckpt.trainer_integration.training_state import OptimizerState, RandomState, size_bytes, training_state
+from ckpt.state import OptimizerState, RandomState, size_bytes, training_state
 
 WIDTH = 8
 OPTIONS: dict[str, Any] = {

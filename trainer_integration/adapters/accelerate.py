@@ -12,9 +12,8 @@ from typing import Any
 
 from ckpt.api import load, save
 from ckpt.errors import ConfigurationError
+from ckpt.state import ModelState, OptimizerState, RandomState
 from ckpt.trainer_integration.adapters.host import require_host
-from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
-from ckpt.trainer_integration.training_state import ModelState, OptimizerState, RandomState
 
 require_host("accelerate", oldest="1.12", before="2")
 
@@ -46,10 +45,7 @@ def load_state(accelerator: Accelerator, url: str | os.PathLike[str], **options:
 
     Raises as `accelerator_state` and `ckpt.load`.
     """
-    state = accelerator_state(accelerator)
-    optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
-    planner = NamingLoadPlanner(strict=True, optional={"rng"}, optimizers=optimizers)
-    load(state, url, **{"planner": planner, **options})
+    load(accelerator_state(accelerator), url, **options)
 
 
 def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:

@@ -30,11 +30,11 @@ from ckpt.collective import place_of
 from ckpt.errors import ConfigurationError
 from ckpt.reading.foreign_files import ForeignFiles
 from ckpt.reading.reader import CheckpointReader
+from ckpt.state import ModelState, OptimizerState
 from ckpt.trainer_integration.adapters.host import newest_checkpoint
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.manager import CheckpointManager
 from ckpt.trainer_integration.run.async_modes import AsyncMode
-from ckpt.trainer_integration.training_state import ModelState, OptimizerState
 
 __all__ = ["Checkpointer"]
 

@@ -20,10 +20,10 @@ from ckpt.backends.base import put_bytes
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import ConfigurationError, NotFound
 from ckpt.format.names import step_of
+from ckpt.state import ModelState, OptimizerState, RandomState, training_state
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.adapters.host import require_host
 from ckpt.trainer_integration.manager import CheckpointManager
-from ckpt.trainer_integration.training_state import ModelState, OptimizerState, RandomState, training_state
 
 require_host("transformers", oldest="5.10", before="6")
 require_host("accelerate", oldest="1.12", before="2")

@@ -15,17 +15,21 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save
-from ckpt.arguments import values_of
 from ckpt.collective import place_of, stager
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.local_first.saving import Place, Saved, save_to_first
-from ckpt.ranks.group import Ranks, RanksFailed
+from ckpt.options import SaveOptions
+from ckpt.ranks.failures import same_failure
+from ckpt.ranks.group import Ranks
 from ckpt.ranks.lost_ranks import summary
 from ckpt.ranks.many_failures import some_of
 from ckpt.references.frozen import Patterns
 from ckpt.references.request import References
+from ckpt.state.rank_agreement import agree_on_values
+from ckpt.state.resume_check import check_resumable
+from ckpt.state.state_parts import values_to_save
 from ckpt.torch_private import async_save_process_is_alive, forget_async_save_process, has_cpu_backend
 from ckpt.trainer_integration.run.main_guard import check_main_guard
 from ckpt.writing.stager import Space, Stager
@@ -40,6 +44,7 @@ class Uploads:
 
     `frozen`: each save refers to the one before it, and need not compare these; None: all is written.
     `tables`: what is saved with each state, by what changed.
+    `save_options`: of each save; `resume_check`: which of them are planned back before they are acknowledged.
     `expected`: what the copy of a state takes on this rank, as far as that is known before the first save.
     """
 
@@ -50,6 +55,10 @@ class Uploads:
     frozen: Patterns | None = None
     tables: Tables | None = None
     expected: Space | None = None
+    save_options: SaveOptions = field(default_factory=SaveOptions)
+    resume_check: Literal["first", "every", "off"] = "first"
+    _is_checked: bool = False
+    _saves: int = 0
     _stager: Stager = field(default_factory=lambda: Stager(shared_memory=True))
     _last: Future[Metadata] | None = None
 
@@ -92,6 +101,7 @@ class Uploads:
         if self.mode == "process":
             return self._in_process(state, url, tags)
         options: dict[str, Any] = {**self.options, "tags": tags, "process_group": self.process_group}
+        options["options"] = self._options_of_save()
         begin: Callable[..., Future[Metadata]] = async_save
         wait_for: Callable[..., Metadata] = save
         if self.tables is not None:  # they know what they refer to
@@ -99,17 +109,29 @@ class Uploads:
             options["frozen"] = self.frozen.names if self.frozen else ()
         elif self.frozen is not None:
             options["base"] = References(base, self.frozen, required=False)
-        if self.mode == "thread":
-            return begin(state, url, **options)
         future: Future[Metadata] = Future()
-        future.set_result(wait_for(state, url, **options))
+        if self.mode == "thread":
+            future = begin(state, url, **options)
+        else:
+            future.set_result(wait_for(state, url, **options))
+        self._is_checked = True
         return future
+
+    def _options_of_save(self) -> SaveOptions:
+        """Return the options of the next save: the first of a manager is planned back, or each."""
+        is_due = self.resume_check == "every" or (self.resume_check == "first" and not self._is_checked)
+        return replace(self.save_options, resume_check=is_due or self.save_options.resume_check)
 
     def begin_at(self, state: dict[str, Any], places: list[Place], tags: Mapping[str, str]) -> Future[Saved]:
         """Stage `state` and begin its upload to the first of `places` that takes it. Raises as `begin`."""
         tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
         is_async = self.mode == "thread"
-        return save_to_first(state, lambda _: tagged, process_group=self.process_group, is_async=is_async)
+        options = self._options_of_save()
+        begun = save_to_first(
+            state, lambda _: tagged, process_group=self.process_group, is_async=is_async, options=options
+        )
+        self._is_checked = True
+        return begun
 
     def close(self) -> None:
         self._stager.close()
@@ -117,16 +139,22 @@ class Uploads:
 
     def _in_process(self, state: dict[str, Any], url: str, tags: Mapping[str, str]) -> Future[Metadata]:
         """Save in DCP's process, which has the same ranks in a world of its own."""
-        try:  # on all ranks or none: DCP waits for all
-            writer, staged = self.ranks.together(
-                f"save of {last_segment(url)}",
-                lambda: (
-                    CheckpointWriter(url, tags=tags, **self.options),
-                    self._stager.stage(values_of(state)),
-                ),
-            )
-        except RanksFailed as failed:
-            raise _ranks_failed(failed.failures, place_of(url), failed.count) from None
+        options, place, call = self._options_of_save(), place_of(url), f"save of {last_segment(url)}"
+        self._saves += 1
+
+        def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
+            writer = CheckpointWriter(url, tags=tags, **self.options)
+            values, writer.described = values_to_save(state, options.per_rank)
+            if options.resume_check:
+                check_resumable(writer.described.parts, values)
+            return writer, values
+
+        with same_failure(SaveFailed, place, self.ranks):  # on all ranks or none: DCP waits for all
+            writer, values = self.ranks.together(call, prepare)
+            values = agree_on_values(values, writer.described, self.ranks, place, number=self._saves)
+            writer.described = None  # it holds the models
+            staged = self.ranks.together(call, lambda: self._stager.stage(values))
+        self._is_checked = True
         last_failed = self._last is not None and self._last.exception() is not None
         (needs_process,) = self.ranks.most([last_failed or not async_save_process_is_alive()])
         if needs_process:

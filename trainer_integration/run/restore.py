@@ -27,15 +27,16 @@ from ckpt.errors import (
 )
 from ckpt.format.names import last_segment, step_of
 from ckpt.format.run_record import RUN_KEY
+from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
+from ckpt.state.load_planner import StateLoadPlanner
+from ckpt.state.state_parts import values_of
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.near_saves import NearSaves
 from ckpt.trainer_integration.run.nearest import Nearest
 from ckpt.trainer_integration.run.search import GONE, Choice, Search, counted
-from ckpt.trainer_integration.run.strict_planner import NamingLoadPlanner
-from ckpt.trainer_integration.training_state import OptimizerState
 from ckpt.words import count
 from ckpt.writing.stager import space_for
 
@@ -106,7 +107,7 @@ def restore(
     ranks: Ranks,
     saves: Saves,
     *,
-    strict: bool,
+    options: LoadOptions,
     expect: str | None = None,
     load_options: Mapping[str, Any],
 ) -> Restored | None:
@@ -117,17 +118,16 @@ def restore(
     load_options = _checked(load_options, step, initial, saves, expect)
     began_s, history = time.monotonic(), saves.history
     nearest = saves.nearest if isinstance(saves, NearSaves) else None
-    optimizers = {name for name, part in state.items() if isinstance(part, OptimizerState)}
 
-    def attempt(url: str, choice: Choice | None = None) -> NamingLoadPlanner:
-        planner = NamingLoadPlanner(strict=strict, optional={"rng"}, optimizers=optimizers)
+    def attempt(url: str, choice: Choice | None = None) -> StateLoadPlanner:
+        planner = StateLoadPlanner(options, restores=choice is not None)
         if nearest is not None and choice is not None and choice.near is not None:
             read.update(nearest.load(state, choice, planner, load_options))
         else:
             load(state, url, planner=planner, **load_options)
         if saves.uploads.tables is not None:
             _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
-        saves.uploads.expected = space_for(planner.state_dict)
+        saves.uploads.expected = space_for(values_of(state))
         return planner
 
     figures, read, is_error = dict[str, float](), Counter[str](), False

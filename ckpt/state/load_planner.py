@@ -1,0 +1,211 @@
+"""Plan a load from the checkpoint's side: it says what there is, the program says where it belongs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from ckpt.errors import LoadFailed
+from ckpt.load_plans.local import local_plan
+from ckpt.options import LoadOptions
+from ckpt.state.model_state import ModelState
+from ckpt.state.per_rank import PerRank, own_part
+from ckpt.state.random_state import RandomState
+from ckpt.state.state_parts import Part, part_of, sorted_names
+from ckpt.state.stored import StoredState, rename_by
+from ckpt.state.structure import STRUCTURE
+from ckpt.state.targets import Targets, shortened
+from ckpt.torch_private import ShardedTensor, flatten_sharded_tensors
+
+_logger = logging.getLogger(__name__)
+
+
+class StateLoadPlanner(DefaultLoadPlanner):
+    """Load into the parts of a state dict what the checkpoint has of them.
+
+    Args:
+        options: of the load.
+        restores: the program's own run is restored: parts that are not asked for are named as a warning.
+    """
+
+    fills_all = True  # `ckpt.reading.coverage` checks it
+
+    def __init__(self, options: LoadOptions | None = None, *, restores: bool = False) -> None:
+        super().__init__(flatten_state_dict=False, allow_partial_load=True)
+        self.options = options or LoadOptions()
+        self._restores = restores
+        self._parts: dict[str, Part] = {}
+        self._targets: Targets | None = None
+        self.missing: tuple[str, ...] = ()
+
+    @property
+    def targets(self) -> Targets:
+        assert self._targets is not None, "targets_for has not been called"
+        return self._targets
+
+    def targets_for(
+        self, state_dict: dict[str, Any], metadata: Metadata, texts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the targets of a state dict, by stored name.
+
+        Raises LoadFailed, which names all of them, for names and shapes that do not fit.
+        """
+        stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
+        self._targets = targets = Targets(self.options, stored)
+        self._parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
+        plan_parts(self._parts, targets)
+        self.missing = tuple(targets.missing)
+        self._judge(targets)
+        return targets.values
+
+    def _judge(self, targets: Targets) -> None:
+        if targets.faults:
+            more = f"; and {len(targets.faults) - 5} more" if len(targets.faults) > 5 else ""
+            raise LoadFailed("; ".join(targets.faults[:5]) + more)
+        if targets.missing:
+            text = f"the checkpoint lacks {shortened(targets.missing)}"
+            if self.options.strict is not False:
+                raise LoadFailed(
+                    f"{text}{_advice(targets.missing, targets.stored)}; strict=False loads the rest"
+                )
+            _logger.warning("%s", text)
+        for note in targets.notes:
+            _logger.info("%s", note)
+
+    def put_back(self) -> None:
+        """Give the loaded values to the parts."""
+        for then in self.targets.after:
+            then()
+        values = self.targets.values | self.state_dict
+        for part in self._parts.values():
+            part.take(values)
+
+    # -- what DCP calls ------------------------------------------------------------------------------------
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.original_state_dict = state_dict
+        is_nested = any(isinstance(value, ShardedTensor) for value in state_dict.values())
+        self.state_dict = flatten_sharded_tensors(state_dict) if is_nested else dict(state_dict)
+        self.mappings = {}
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        return local_plan(self)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.targets.asked
+        self._judge_left_over(name for name in self._below() if name not in asked)
+        return super().create_global_plan(global_plan)
+
+    def bits_asked(self) -> tuple[int, ...]:
+        """Return two numbers: which stored names this rank asks for, and which are below the parts it asks for."""
+        asked, below = self.targets.asked, set(self._below())
+        names = self._stored()
+        return _bits(name in asked for name in names), _bits(name in below for name in names)
+
+    def judge_all(self, bits: Sequence[int]) -> None:
+        """Name what no rank asks for: each stage of a pipeline asks for its own part."""
+        asked, below = bits
+        names = self._stored()
+        if left_over := below & ~asked:
+            self._judge_left_over(itertools.compress(names, _flags(left_over, len(names))))
+        if self.is_coordinator:
+            self._name_others()
+
+    def _below(self) -> list[str]:
+        """List the stored names of the parts that this rank asks for."""
+        parts = self.targets.stored.parts
+        return [value.name for name in self._parts if name in parts for value in parts[name].values.values()]
+
+    def _judge_left_over(self, names: Iterable[str]) -> None:
+        stored = self._stored()
+        left_over = sorted(name for name in names if _holds(stored[name]))
+        if not left_over:
+            return
+        text = f"the program has no place for {shortened(left_over)}, which the checkpoint has"
+        if self.options.strict is not False:
+            raise LoadFailed(
+                f"{text}{_advice_for_left(left_over, self.targets)}; strict=False leaves them out"
+            )
+        if self.is_coordinator:
+            _logger.warning("%s", text)
+
+    def _name_others(self) -> None:
+        others = sorted(self.targets.stored.parts.keys() - self._parts.keys() - {"rng", STRUCTURE})
+        if not others:
+            return
+        level = logging.WARNING if self._restores else logging.INFO
+        shown = ", ".join(others[:10]) + (f" and {len(others) - 10} more" if len(others) > 10 else "")
+        _logger.log(level, "the checkpoint has more, which is not asked for: %s", shown)
+
+    def _stored(self) -> dict[str, STORAGE_TYPES]:
+        assert self.metadata is not None  # it is set by now
+        return self.metadata.state_dict_metadata
+
+
+def plan_parts(parts: Mapping[str, Part], targets: Targets) -> None:
+    """Ask for all parts: models first, whose parameters say how the rest is sharded."""
+    order = sorted(parts, key=lambda name: not isinstance(parts[name], ModelState))
+    for name in order:
+        part, stored = parts[name], targets.stored.part(name)
+        if not isinstance(part, PerRank | RandomState):
+            stored = own_part(stored, targets)
+        part.plan(stored, targets)
+        if isinstance(part, ModelState):
+            targets.likes.update(part.parameters())
+
+
+def _advice(missing: Collection[str], stored: StoredState) -> str:
+    """Suggest the prefix under which the checkpoint has what is missing."""
+    first = min(missing, key=len)
+    for name in stored.names:
+        if name != first and (name.endswith(f".{first}") or first.endswith(f".{name}")):
+            if name.endswith(f".{first}"):
+                prefix = name[: -len(first)]
+                return f"; the checkpoint has {name!r}: LoadOptions(rename={{{prefix!r}: ''}}) may be meant"
+            prefix = first[: -len(name)]
+            return f"; the checkpoint has {name!r}: LoadOptions(rename={{'': {prefix!r}}}) may be meant"
+    tail = first.partition(".")[2]
+    if tail:
+        for name in stored.names:
+            if name.endswith(f".{tail}"):
+                head = name[: -len(tail)]
+                own = first[: -len(tail)]
+                return (
+                    f"; the checkpoint has {name!r}: LoadOptions(rename={{{head!r}: {own!r}}}) may be meant"
+                )
+    return ""
+
+
+def _advice_for_left(left_over: Sequence[str], targets: Targets) -> str:
+    for name in left_over:
+        tail = name.partition(".")[2]
+        for own in targets.missing:
+            if tail and own.endswith(f".{tail.rpartition('.')[2]}"):
+                return f"; the program has {own!r}: LoadOptions(rename=...) gives names of the program"
+    return ""
+
+
+def _bits(flags: Iterable[bool]) -> int:
+    packed = np.packbits(np.fromiter(flags, dtype=np.bool_), bitorder="little")
+    return int.from_bytes(packed.tobytes(), "little")
+
+
+def _flags(bits: int, count: int) -> list[int]:
+    data = np.frombuffer(bits.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
+    flags: list[int] = np.unpackbits(data, count=count, bitorder="little").tolist()
+    return flags
+
+
+def _holds(description: object) -> bool:
+    """Tell whether there is anything to read: a tensor without elements is never asked for."""
+    return isinstance(description, BytesStorageMetadata) or 0 not in getattr(description, "size", ())

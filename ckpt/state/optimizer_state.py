@@ -1,0 +1,591 @@
+"""Save and load the state of optimizers by the names of their parameters, without a step, and without a cast."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.format.fqns import Path
+from ckpt.state.canonical_names import without_wrappers
+from ckpt.state.model_state import ModelState, sharded_states, shards
+from ckpt.state.stored import StoredPart, StoredValue
+from ckpt.state.structure import Structure, build, structure_of
+from ckpt.state.targets import Targets, shortened
+from ckpt.torch_private import has_load_hooks
+
+_logger = logging.getLogger(__name__)
+
+_ADAM_MOMENTS = 2
+_STATE, _GROUPS, _PARAMS, _EXTRA = "state", "param_groups", "params", "extra"
+_WHOLE = "whole"
+"""In `extra`: the state dict of an optimizer that cannot be taken apart."""
+
+Name = str | int
+
+
+class OptimizerState:
+    """Save and load optimizers by parameter: names and structure are those of torch's `get_optimizer_state_dict`.
+
+    For each parameter its state, whatever keys, types and shapes that has; for each group its options and the names
+    of its parameters; and under `extra`, by the first parameter, what an optimizer's `state_dict` has beyond both.
+
+    Args:
+        model: whose canonical names the parameters have; None numbers them, as `Optimizer.state_dict` does.
+        optimizer: one or several.
+
+    Raises:
+        ConfigurationError: not an optimizer.
+    """
+
+    kind = "optimizer"
+
+    def __init__(
+        self,
+        model: ModelState | nn.Module | Sequence[nn.Module] | None,
+        optimizer: Optimizer | Iterable[Optimizer],
+    ) -> None:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        if isinstance(optimizers, Mapping) or not isinstance(optimizers, Iterable):
+            raise ConfigurationError(_not_optimizers(optimizer))
+        self._optimizers = [*optimizers]
+        if not all(isinstance(each, Optimizer) for each in self._optimizers):
+            raise ConfigurationError(_not_optimizers(optimizer))
+        self._model = model if isinstance(model, ModelState | None) else ModelState(model)
+        self._part = StoredPart("")
+        self._plans: list[_OptimizerPlan] = []
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; nothing is changed by that. Raises ConfigurationError for a parameter without a name."""
+        state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+        for optimizer in self._optimizers:
+            own = self._own_state(optimizer)
+            state[_STATE] |= own[_STATE]
+            state[_GROUPS] += own[_GROUPS]
+            if own.get(_EXTRA):
+                state.setdefault(_EXTRA, {}).update(own[_EXTRA])
+        return state
+
+    def structures(self, value: Mapping[str, Any], name: str) -> dict[Path, Structure]:
+        """Return what flattening loses, for each parameter, each group, and the rest."""
+        found: dict[Path, Structure] = {}
+        if any(isinstance(key, int) for key in value[_STATE]):  # by number, which flattening turns into text
+            found[()] = structure_of(value, name)
+        else:
+            for key, state in value[_STATE].items():
+                found[_STATE, key] = structure_of(state, f"{name}.{_STATE}.{key}")
+            for number, group in enumerate(value[_GROUPS]):
+                found[_GROUPS, number] = structure_of(group, f"{name}.{_GROUPS}.{number}")
+            for key, extra in value.get(_EXTRA, {}).items():
+                found[_EXTRA, key] = structure_of(extra, f"{name}.{_EXTRA}.{key}")
+        return {unit: structure for unit, structure in found.items() if structure}
+
+    def size_bytes(self) -> int:
+        """Estimate the size; an optimizer that has no state yet counts as Adam."""
+        total = 0
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                total += _tensor_bytes(optimizer.state)
+            else:
+                trained = [p for group in optimizer.param_groups for p in group[_PARAMS] if p.requires_grad]
+                total += _ADAM_MOMENTS * _tensor_bytes(trained)
+        model = None if self._model is None else self._model.fsdp_model
+        return total if model is None else shards(model) * total
+
+    def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        packed = optimizer.state_dict()
+        parameters = _parameters(optimizer)
+        if not _can_be_taken_apart(packed, optimizer):
+            _logger.info(
+                "the state of %s is saved whole, as its state_dict() has no state and param_groups by parameter: it "
+                "loads on the same ranks and sharding only",
+                type(optimizer).__name__,
+            )
+            name = str(self._names(parameters[:1])[0]) if parameters else ""
+            return {_STATE: {}, _GROUPS: [], _EXTRA: {name: {_WHOLE: packed}}}
+        fsdp = None if self._model is None else self._model.fsdp_model
+        if fsdp is not None:
+            return self._fsdp_state(fsdp, optimizer, packed)
+        names = self._names(parameters)
+        extra = {key: value for key, value in packed.items() if key not in (_STATE, _GROUPS)}
+        others = {key: value for key, value in packed[_STATE].items() if type(key) is not int}
+        if others:
+            extra[_STATE] = others
+        state = {names[key]: value for key, value in packed[_STATE].items() if type(key) is int}
+        groups = [
+            {**group, _PARAMS: [names[number] for number in group[_PARAMS]]} for group in packed[_GROUPS]
+        ]
+        return {_STATE: state, _GROUPS: groups, _EXTRA: {str(names[0]): extra} if extra and names else {}}
+
+    def _fsdp_state(self, model: nn.Module, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of parameters that FSDP1 has made flat, by the names of those in them."""
+        if not packed[_STATE]:
+            names = self._fsdp_names(model, optimizer)
+            groups = [{**group, _PARAMS: own} for group, own in zip(packed[_GROUPS], names, strict=True)]
+            return {_STATE: {}, _GROUPS: groups}
+        with sharded_states(model):
+            state = FullyShardedDataParallel.optim_state_dict(
+                model, optimizer, packed, group=_process_group(model)
+            )
+        named = {_plain_name(name): value for name, value in state[_STATE].items()}
+        groups = [{**group, _PARAMS: [*map(_plain_name, group[_PARAMS])]} for group in state[_GROUPS]]
+        return {_STATE: named, _GROUPS: groups}
+
+    def _fsdp_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+        """Return the names of the parameters of each group; a flat parameter has those in it."""
+        assert self._model is not None
+        flat = {
+            id(module._flat_param): module
+            for module in FullyShardedDataParallel.fsdp_modules(model)
+            if getattr(module, "_flat_param", None) is not None
+        }
+        prefixes = {id(module): name for name, module in model.named_modules()}
+        own, _ = self._model.parameter_names()
+        groups = []
+        for group in optimizer.param_groups:
+            names: list[str] = []
+            for parameter in group[_PARAMS]:
+                if isinstance(parameter, FlatParameter):
+                    prefix = prefixes[id(flat[id(parameter)])]
+                    names += [_plain_name(f"{prefix}.{name}".lstrip(".")) for name in parameter._fqns]
+                else:
+                    names.append(own[id(parameter)])
+            groups.append(names)
+        return groups
+
+    def _names_by_group(self, optimizer: Optimizer) -> list[list[Name]]:
+        """Return the names of the parameters of each group."""
+        fsdp = None if self._model is None else self._model.fsdp_model
+        if fsdp is not None:
+            return [[*names] for names in self._fsdp_names(fsdp, optimizer)]
+        return _split(optimizer, self._names(_parameters(optimizer)))
+
+    def _names(self, parameters: Sequence[torch.Tensor]) -> list[Name]:
+        """Return the name of each parameter, in the order of the groups."""
+        if self._model is None:
+            return [*range(len(parameters))]
+        known, _ = self._model.parameter_names()
+        names: list[Name] = []
+        for number, parameter in enumerate(parameters):
+            name = known.get(id(parameter))
+            if name is None:
+                raise ConfigurationError(
+                    f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, is not in the model: give "
+                    "a model that holds it, such as torch.nn.ModuleDict({'model': model, 'loss': loss})"
+                )
+            names.append(name)
+        return names
+
+    # -- loading -------------------------------------------------------------------------------------------
+
+    def plan(self, part: StoredPart, targets: Targets) -> None:
+        """Ask for all that is stored of the parameters of this rank."""
+        self._part = part
+        self._plans = []
+        for path, value in part.values.items():
+            # Options of groups are few, and each rank finds its own among them.
+            if path[:1] == (_GROUPS,):
+                if value.shape is None:
+                    targets.object(value)
+                else:
+                    targets.as_stored(value)
+        stored: dict[Name, dict[Path, StoredValue]] = defaultdict(dict)
+        for path, value in part.values.items():
+            if path[:1] == (_STATE,) and len(path) > 1:
+                stored[path[1]][path[2:]] = value
+        for path in part.nodes:  # a state that holds nothing
+            if path[:1] == (_STATE,) and len(path) == 2:
+                stored[path[1]]
+        if part.values and not any(
+            path[:1] in ((_GROUPS,), (_EXTRA,)) for path in [*part.values, *part.nodes]
+        ):
+            targets.faults.append(
+                f"{part.name!r} has no param_groups in the checkpoint: it is no state of an optimizer"
+            )
+        for optimizer in self._optimizers:
+            self._plans.append(self._plan_one(optimizer, stored, part, targets))
+
+    def _plan_one(
+        self,
+        optimizer: Optimizer,
+        stored: Mapping[Name, Mapping[Path, StoredValue]],
+        part: StoredPart,
+        targets: Targets,
+    ) -> _OptimizerPlan:
+        _replace(optimizer, targets.replaced)
+        fsdp = None if self._model is None else self._model.fsdp_model
+        entries: list[tuple[Name, Any]]
+        if fsdp is None:
+            parameters = _parameters(optimizer)
+            names = self._names(parameters)
+            entries = [*zip(names, parameters, strict=True)]
+            likes: dict[Name, Any] = dict(entries)
+        else:
+            names = [*itertools.chain(*self._fsdp_names(fsdp, optimizer))]
+            entries = [(name, None) for name in names]
+            with sharded_states(fsdp), torch.no_grad():
+                raw = fsdp.state_dict()
+            likes = {_plain_name(name): value for name, value in raw.items()}
+        plan = _OptimizerPlan(optimizer, names)
+        lookup = self._lookup(stored, names)
+        for name, parameter in entries:
+            found = lookup.get(name)
+            if found is None:
+                continue
+            plan.found[name] = found
+            live = {} if parameter is None else optimizer.state.get(parameter, {})
+            like = likes.get(name)
+            for path, value in stored[found].items():
+                self._plan_value(value, path, like, live, optimizer, targets)
+        self._plan_extra(plan, part, targets)
+        return plan
+
+    def _plan_value(
+        self, value: StoredValue, path: Path, like: Any, live: Any, optimizer: Optimizer, targets: Targets
+    ) -> None:
+        if value.shape is None:
+            targets.object(value)
+            return
+        # As torch does: counters of steps stay on the CPU but where the step runs on the device.
+        on_device = path[-1:] != ("step",) or any(
+            group.get("capturable") or group.get("fused") for group in optimizer.param_groups
+        )
+        device = like.device if like is not None and on_device and not _is_meta(like) else None
+        targets.as_stored(value, like=like, live=_member(live, path), device=device)
+
+    def _plan_extra(self, plan: _OptimizerPlan, part: StoredPart, targets: Targets) -> None:
+        """Ask for what `state_dict` had beyond states and groups."""
+        for name in map(str, plan.names[:1]):
+            for path, value in part.values.items():
+                if path[:2] == (_EXTRA, name):
+                    plan.extra[path[2:]] = value
+                    if value.shape is None:
+                        targets.object(value)
+                    else:
+                        targets.as_stored(value)
+            plan.has_extra = bool(plan.extra) or (_EXTRA, name) in part.nodes
+
+    def _lookup(self, stored: Mapping[Name, Any], names: Sequence[Name]) -> dict[Name, Name]:
+        """Find the stored name of each parameter: its own, another one of its, or one of an older checkpoint."""
+        found: dict[Name, Name] = {}
+        same = {} if self._model is None else self._model.same_tensors()
+        older = {without_wrappers(name): name for name in stored if isinstance(name, str)}
+        numbers = (
+            {str(name): name for name in stored} if all(str(name).isdecimal() for name in stored) else {}
+        )
+        for number, name in enumerate(names):
+            tries: list[Name] = [name, *same.get(str(name), ()), older.get(str(name), name)]
+            known = next((each for each in tries if each in stored), None)
+            if known is None and (
+                isinstance(name, int) or numbers
+            ):  # numbered, as Optimizer.state_dict has it
+                known = numbers.get(str(number))
+            if known is not None:
+                found[name] = known
+        return found
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Set the optimizers to what was loaded."""
+        loaded = self._stored_groups(values)
+        for plan in self._plans:
+            state: dict[Name, Any] = {}
+            for name, stored in plan.found.items():
+                leaves = {
+                    path: values[value.name] for path, value in self._part.below((_STATE, stored)).items()
+                }
+                state[name] = build(
+                    leaves, self._part.structure((_STATE, stored)), None, f"{self._part.name}.{_STATE}.{name}"
+                )
+            extra: Any = {}
+            if plan.has_extra:
+                at = (_EXTRA, str(plan.names[0]))
+                extra = build(
+                    {path: values[value.name] for path, value in plan.extra.items()},
+                    self._part.structure(at),
+                    None,
+                    f"{self._part.name}.{_EXTRA}",
+                )
+            self._set(plan.optimizer, plan.names, state, loaded, extra)
+        self._plans = []
+
+    def _stored_groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        below = self._part.below((_GROUPS,))
+        leaves = {path: values[value.name] for path, value in below.items()}
+        groups = build(leaves, self._part.structure((_GROUPS,)), None, f"{self._part.name}.{_GROUPS}")
+        return groups if isinstance(groups, list) else []
+
+    def check_groups(self, state: Mapping[str, Any]) -> None:
+        """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
+        for optimizer in self._optimizers:
+            if state[_GROUPS]:
+                self._matched(self._names_by_group(optimizer), state[_GROUPS])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the optimizers to a state as `state_dict` gives it."""
+        for optimizer in self._optimizers:
+            names = [*itertools.chain(*self._names_by_group(optimizer))]
+            lookup = self._lookup(state[_STATE], names)
+            own = {name: state[_STATE][found] for name, found in lookup.items()}
+            extra = state.get(_EXTRA, {}).get(str(names[0]), {}) if names else {}
+            self._set(optimizer, names, own, state[_GROUPS], extra)
+
+    def _set(
+        self,
+        optimizer: Optimizer,
+        names: Sequence[Name],
+        state: Mapping[Name, Any],
+        groups: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+    ) -> None:
+        if _WHOLE in extra:
+            optimizer.load_state_dict(extra[_WHOLE])
+            return
+        fsdp = None if self._model is None else self._model.fsdp_model
+        by_group = self._names_by_group(optimizer)
+        chosen = self._matched(by_group, groups)
+        if fsdp is None:
+            numbers = {name: number for number, name in enumerate(names)}
+            states: dict[Any, Any] = {numbers[name]: value for name, value in state.items()}
+        else:
+            states = self._fsdp_flattened(fsdp, optimizer, by_group, state)
+        states |= extra.get(_STATE, {})
+        packed_groups = []
+        start = 0
+        for group, options in zip(optimizer.param_groups, chosen, strict=True):
+            count = len(group[_PARAMS])
+            kept = {key: value for key, value in group.items() if key != _PARAMS and key not in options}
+            _note_options(group, options)
+            packed_groups.append({**options, **kept, _PARAMS: [*range(start, start + count)]})
+            start += count
+        more = {key: value for key, value in extra.items() if key != _STATE}
+        _apply(optimizer, {_STATE: states, _GROUPS: packed_groups, **more})
+
+    def _fsdp_flattened(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        names: Sequence[Sequence[Name]],
+        state: Mapping[Name, Any],
+    ) -> dict[Any, Any]:
+        """Make states of flat parameters, by number, of those by name."""
+        if not state:
+            return {}
+        raw = self._raw_names(model)
+        groups = [
+            {**group, _PARAMS: [raw[str(name)] for name in own]}
+            for group, own in zip(optimizer.param_groups, names, strict=True)
+        ]
+        given = {_STATE: {raw[str(name)]: value for name, value in state.items()}, _GROUPS: groups}
+        with sharded_states(model):
+            packed = FullyShardedDataParallel.optim_state_dict_to_load(
+                model, optimizer, given, group=_process_group(model)
+            )
+        result: dict[Any, Any] = packed[_STATE]
+        return result
+
+    @staticmethod
+    def _raw_names(model: nn.Module) -> dict[str, str]:
+        """Return the names that FSDP1 uses, which keep the compiler's attribute, by canonical name."""
+        with sharded_states(model), torch.no_grad():
+            return {_plain_name(name): name for name in model.state_dict()}
+
+    def _matched(
+        self, by_group: Sequence[Sequence[Name]], groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Find the stored options of each group by its parameters. Raises LoadFailed, which names them, if it has none."""
+        homes: dict[Name, int] = {}
+        for number, group in enumerate(groups):
+            for name in group.get(_PARAMS, ()):
+                homes.setdefault(name, number)
+        flat = [*itertools.chain(*by_group)]
+        lookup = self._lookup(homes, flat)
+        empty = iter([group for group in groups if not group.get(_PARAMS)])
+        chosen = []
+        for own in by_group:
+            if not own:
+                chosen.append(_options(next(empty, {})))
+                continue
+            found = {homes[lookup[name]] for name in own if name in lookup}
+            lost = [str(name) for name in own if name not in lookup]
+            if lost and groups:
+                raise LoadFailed(
+                    f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
+                    "parameters that it had when it was saved, or leave it out of the restore"
+                )
+            chosen.append(_common_options([groups[number] for number in sorted(found)], own))
+        return chosen
+
+
+@dataclass
+class _OptimizerPlan:
+    """What is loaded of one optimizer: the stored name of each parameter that has a state."""
+
+    optimizer: Optimizer
+    names: list[Name]
+    found: dict[Name, Name] = field(default_factory=dict)
+    extra: dict[Path, StoredValue] = field(default_factory=dict)
+    has_extra: bool = False
+
+
+def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:
+    """Return the options that several stored groups agree on. Raises LoadFailed if they do not."""
+    if not groups:
+        return {}
+    first = _options(groups[0])
+    for other in groups[1:]:
+        options = _options(other)
+        differing = sorted(
+            key for key in first.keys() | options.keys() if not _equal(first.get(key), options.get(key))
+        )
+        if differing:
+            raise LoadFailed(
+                f"a group of the optimizer holds parameters that were in groups with other {', '.join(differing)}: "
+                f"{shortened([*map(str, names)])}; divide the parameters into groups as they were when they were saved"
+            )
+    return first
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != _PARAMS}
+
+
+def _equal(some: Any, other: Any) -> bool:
+    if isinstance(some, torch.Tensor) and isinstance(other, torch.Tensor):
+        return some.shape == other.shape and bool((some == other).all())
+    return type(some) is type(other) and bool(some == other)
+
+
+def _note_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Say which options only the checkpoint or only the program has."""
+    new = sorted(map(str, options.keys() - group.keys()))
+    gone = sorted(map(str, group.keys() - options.keys() - {_PARAMS}))
+    if new:
+        _logger.info(
+            "a group of the optimizer gets options that the program does not set: %s", ", ".join(new)
+        )
+    if gone and options:
+        _logger.warning(
+            "the checkpoint has no options %s of the optimizer: the program's stay", ", ".join(gone)
+        )
+
+
+def _apply(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Set an optimizer to a state as its `state_dict` has it, as it is: torch would cast it."""
+    parameters = _parameters(optimizer)
+    is_plain = type(optimizer).load_state_dict is Optimizer.load_state_dict and not has_load_hooks(optimizer)
+    if is_plain:
+        state: Any = defaultdict(dict)
+        for key, value in packed[_STATE].items():
+            state[parameters[key] if type(key) is int else key] = value
+        for group, options in zip(optimizer.param_groups, packed[_GROUPS], strict=True):
+            group.update(_options(options))
+        optimizer.__setstate__({_STATE: state, _GROUPS: optimizer.param_groups})
+        return
+    optimizer.load_state_dict(packed)
+    for key, given in packed[_STATE].items():
+        parameter = parameters[key] if type(key) is int else key
+        loaded = optimizer.state.get(parameter)
+        if isinstance(loaded, dict) and isinstance(given, dict):
+            _undo_casts(loaded, given, parameter)
+
+
+def _undo_casts(loaded: dict[Any, Any], given: dict[Any, Any], parameter: Any) -> None:
+    """Put back what torch's own `load_state_dict` has cast to the parameter's dtype; hooks may have changed the rest."""
+    for key, value in given.items():
+        own = loaded.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+            is_cast = own.dtype != value.dtype and own.dtype == parameter.dtype and own.shape == value.shape
+            if is_cast:
+                loaded[key] = value.to(own.device)
+        elif isinstance(value, dict) and isinstance(own, dict):
+            _undo_casts(own, value, parameter)
+        elif isinstance(value, str) or type(own) is not type(value):
+            loaded[key] = value
+
+
+def _replace(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
+    """Let an optimizer that was made of parameters on the meta device hold those in their place."""
+    if replaced:
+        for group in optimizer.param_groups:
+            group[_PARAMS] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
+
+
+def _can_be_taken_apart(packed: Any, optimizer: Optimizer) -> bool:
+    """Tell whether a state dict is by number of the parameters in the groups."""
+    if not isinstance(packed, Mapping) or not isinstance(packed.get(_STATE), Mapping):
+        return False
+    groups = packed.get(_GROUPS)
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        return False
+    numbers = [
+        number for group in groups if isinstance(group, Mapping) for number in group.get(_PARAMS, (None,))
+    ]
+    return numbers == [*range(len(_parameters(optimizer)))]
+
+
+def _split(optimizer: Optimizer, names: Sequence[Name]) -> list[list[Name]]:
+    rest = iter(names)
+    return [[*itertools.islice(rest, len(group[_PARAMS]))] for group in optimizer.param_groups]
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group[_PARAMS]]
+
+
+def _member(value: Any, path: Path) -> Any:
+    """Return what is at a path; a key may have been no text."""
+    for part in path:
+        if isinstance(value, Mapping):
+            value = value.get(part, next((item for key, item in value.items() if str(key) == part), None))
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _tensor_bytes(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.element_size()
+    if isinstance(values, Mapping):
+        return sum(map(_tensor_bytes, values.values()))
+    return sum(map(_tensor_bytes, values)) if isinstance(values, list | tuple) else 0
+
+
+def _plain_name(name: str) -> str:
+    """Return a name as FSDP1 gives it, without the attributes of other wrappers."""
+    return ".".join(
+        part
+        for part in name.split(".")
+        if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    )
+
+
+def _process_group(model: nn.Module) -> Any:
+    """Return the ranks among which FSDP1 shards; None if these are not all that hold a copy."""
+    module = FullyShardedDataParallel.fsdp_modules(model)[0]
+    if "HYBRID" in module.sharding_strategy.name or isinstance(module.process_group, tuple):
+        return None
+    return module.process_group
+
+
+def _is_meta(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.is_meta
+
+
+def _not_optimizers(value: object) -> str:
+    advice = "give a list of its values" if isinstance(value, Mapping) else "give the Optimizer that it wraps"
+    return (
+        f"optimizer= takes a torch.optim.Optimizer, or a list of them, not {type(value).__name__}: {advice}"
+    )

@@ -1,0 +1,155 @@
+"""Show what a checkpoint holds, by parts: the names, paths, shapes and dtypes that a load plans from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ckpt.errors import FormatError
+from ckpt.format.fqns import Path, paths_of
+from ckpt.state.structure import STRUCTURE, Structure, decode
+
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A stored tensor or object.
+
+    Attributes:
+        name: under which it is stored.
+        shape, dtype: of the whole tensor; None of an object.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class StoredPart:
+    """What is stored under one first key: the values by their path below it, and what flattening lost of them."""
+
+    name: str
+    values: dict[Path, StoredValue] = field(default_factory=dict)
+    nodes: Structure = field(default_factory=dict)
+
+    def structure(self, below: Path = ()) -> Structure:
+        """Return what flattening lost at a path and below it, by paths from there."""
+        return {path[len(below) :]: node for path, node in self.nodes.items() if path[: len(below)] == below}
+
+    def below(self, path: Path) -> dict[Path, StoredValue]:
+        """Return the values at a path and below it, by paths from there."""
+        return {at[len(path) :]: value for at, value in self.values.items() if at[: len(path)] == path}
+
+
+class StoredState:
+    """The parts of a checkpoint.
+
+    Args:
+        values: all that is stored, by name.
+        paths: where each value is in the nested state.
+        texts: the texts of `structure_names`, by name.
+        rename: from stored names to those of the program.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[StoredValue],
+        paths: Mapping[str, Path],
+        texts: Mapping[str, Any] | None = None,
+        rename: Rename | None = None,
+    ) -> None:
+        self._rename = rename
+        self.names: dict[str, StoredValue] = {}
+        self.parts: dict[str, StoredPart] = {}
+        for value in values:
+            path = paths.get(value.name) or (value.name,)
+            if path[0] == STRUCTURE:
+                continue
+            self.names[value.name] = value
+            if rename is not None:
+                path = _renamed(path, rename)
+            part = self.parts.setdefault(str(path[0]), StoredPart(str(path[0])))
+            if path[1:] in part.values:
+                shown = ".".join(map(str, path))
+                raise FormatError(f"two stored names are {shown!r} in the program, one is {value.name!r}")
+            part.values[path[1:]] = value
+        for name, text in (texts or {}).items():
+            path = paths.get(name, ())[1:]
+            if path:
+                part = self.parts.setdefault(str(path[0]), StoredPart(str(path[0])))
+                part.nodes |= decode(text, name)
+
+    @classmethod
+    def of(
+        cls, metadata: Metadata, texts: Mapping[str, Any] | None = None, rename: Rename | None = None
+    ) -> StoredState:
+        """Return the parts of a checkpoint by its metadata, as DCP's planners see it."""
+        values = (
+            StoredValue(name, tuple(described.size), described.properties.dtype)
+            if isinstance(described, TensorStorageMetadata)
+            else StoredValue(name)
+            for name, described in metadata.state_dict_metadata.items()
+        )
+        return cls(values, paths_of(metadata.planner_data), texts, rename)
+
+    def part(self, name: str) -> StoredPart:
+        """Return a part; an empty one if the checkpoint has none of this name."""
+        return self.parts.get(name) or StoredPart(name)
+
+    def renamed(self, name: str) -> str:
+        return name if self._rename is None else self._rename(name)
+
+
+def structure_names(metadata: Metadata) -> list[str]:
+    """List the names of the texts that say what flattening lost."""
+    paths = paths_of(metadata.planner_data)
+    return sorted(
+        name
+        for name in metadata.state_dict_metadata
+        if name.startswith(f"{STRUCTURE}.") and paths.get(name, ("",))[0] == STRUCTURE
+    )
+
+
+def rename_by(rename: Rename | Mapping[str, str] | None) -> Rename | None:
+    """Return the function that an option stands for: a mapping replaces the longest prefix that it has."""
+    if rename is None or callable(rename):
+        return rename
+    prefixes = sorted(rename, key=len, reverse=True)
+    return functools.partial(_with_prefix, prefixes, rename)
+
+
+def _with_prefix(prefixes: Iterable[str], rename: Mapping[str, str], name: str) -> str:
+    for prefix in prefixes:
+        if name.startswith(prefix):
+            return rename[prefix] + name[len(prefix) :]
+    return name
+
+
+def _renamed(path: Path, rename: Rename) -> Path:
+    """Rename a path: the keys that stay at its two ends are kept apart."""
+    name = ".".join(map(str, path))
+    renamed = rename(name)
+    if renamed == name:
+        return path
+    begin: list[str | int] = []
+    end: list[str | int] = []
+    rest = [*path]
+    while len(rest) > 1 and renamed.startswith(f"{rest[0]}."):
+        renamed = renamed[len(str(rest[0])) + 1 :]
+        begin.append(rest.pop(0))
+    while rest and renamed.endswith(f".{rest[-1]}"):
+        renamed = renamed[: -len(str(rest[-1])) - 1]
+        end.insert(0, rest.pop())
+    if rest and str(rest[-1]) == renamed and len(rest) == 1:
+        return (*begin, rest[0], *end)
+    if not begin and "." in renamed:  # the part's name comes first
+        top, _, renamed = renamed.partition(".")
+        begin.append(top)
+    return (*begin, renamed, *end)

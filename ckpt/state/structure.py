@@ -1,0 +1,348 @@
+"""Flatten nested values as DCP does, note what that loses, and build them again as they were.
+
+DCP turns keys into texts, forgets containers that hold nothing, and knows dicts and lists alone. What is lost is
+written down as text, beside the values, and only where something is lost: most states have nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import operator
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckpt.errors import ConfigurationError, FormatError
+from ckpt.format.fqns import Path
+
+STRUCTURE = "ckpt_structure"
+"""Part of a checkpoint that holds what flattening loses of the others, a text for each."""
+
+_MAX_TEXT_BYTES = 64 << 20
+_MAX_DEPTH = 100
+_FACTORIES: Mapping[str, Callable[[], Any] | None] = {
+    "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple, "": None,
+}  # fmt: skip
+_ABSENT = object()
+
+
+def is_flattened(value: Any) -> bool:
+    """Tell whether DCP takes a value apart, and does not store it as one object or tensor."""
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and any(
+        isinstance(item, torch.Tensor) or (isinstance(item, Mapping | list) and is_flattened(item))
+        for item in value
+    )
+
+
+def children(value: Any) -> Iterator[tuple[str | int, Any]]:
+    """List the members of a value that is flattened, by the names that DCP gives them."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), item
+    else:
+        yield from enumerate(value)
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """List the values that DCP stores of a nested one, and where they are in it."""
+    if not is_flattened(value):
+        yield path, value
+        return
+    for name, item in children(value):
+        yield from leaves(item, (*path, name))
+
+
+def name_of(path: Path) -> str:
+    """Return the name under which DCP stores the value at a path."""
+    return ".".join(map(str, path))
+
+
+@dataclass
+class Node:
+    """A container that flattening loses something of.
+
+    Attributes:
+        kind: its type, `dict` and `list` apart; empty if that is lost neither.
+        keys: those that are no texts, by the text that stands for them; or `int` if all are numbers.
+        length: of a list, or of a container that holds nothing.
+        tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device.
+    """
+
+    kind: str = ""
+    keys: Any = field(default_factory=dict)
+    length: int | None = None
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    def is_needed(self) -> bool:
+        return bool(self.kind or self.keys or self.tensors) or self.length is not None
+
+
+Structure = dict[Path, Node]
+"""What flattening loses of a nested value, by the path of the container."""
+
+
+def structure_of(value: Any, name: str) -> Structure:
+    """Return what flattening loses of a value.
+
+    Raises ConfigurationError, which names the value, for keys that cannot be written down.
+    """
+    found: Structure = {}
+    _look(value, (), found, name)
+    return found
+
+
+def _look(value: Any, path: Path, found: Structure, name: str) -> None:
+    if not is_flattened(value):
+        return
+    if len(path) > _MAX_DEPTH:
+        raise ConfigurationError(f"{name!r} is nested more than {_MAX_DEPTH} deep")
+    node = Node()
+    if isinstance(value, Mapping):
+        node.kind = _kind_of(value)
+        for key in value:
+            if type(key) is not str:
+                node.keys[str(key)] = _encoded_key(key, name, path)
+        if len({str(key) for key in value}) < len(value):
+            raise ConfigurationError(
+                f"{name_of((name, *path))!r} has keys that read alike, such as 1 and '1': use keys of one type"
+            )
+        if not value:
+            node.length = 0
+    for member, item in children(value):
+        if isinstance(item, torch.Tensor):
+            kind = "dtensor" if isinstance(item, DTensor) else item.device.type
+            if kind not in ("cpu", "meta"):
+                node.tensors[str(member)] = kind
+        elif isinstance(item, Mapping | list):
+            _look(item, (*path, member), found, name)
+    if not isinstance(value, Mapping) and not any(True for _ in leaves(value)):
+        node.length = len(value)
+    if node.is_needed():
+        found[path] = node
+
+
+def _kind_of(value: Mapping[Any, Any]) -> str:
+    kind = type(value)
+    if kind is dict:
+        return ""
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        known = next((text for text, made in _FACTORIES.items() if made is factory), None)
+        return f"defaultdict:{known}" if known is not None else "defaultdict:?"
+    if kind in (OrderedDict, Counter):
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _encoded_key(key: Any, name: str, path: Path) -> Any:
+    """Write a key as plain JSON values, with its type."""
+    if key is None or type(key) in (bool, int, float):
+        return [type(key).__name__, repr(key)]
+    if isinstance(key, Enum):
+        kind = type(key)
+        return ["enum", f"{kind.__module__}:{kind.__qualname__}", _encoded_key(key.value, name, path)]
+    if isinstance(key, str):
+        return ["str", str(key)]
+    if type(key) is bytes:
+        return ["bytes", base64.b64encode(key).decode()]
+    if type(key) is tuple:
+        return ["tuple", [_encoded_key(item, name, path) for item in key]]
+    if isinstance(key, frozenset):
+        return ["frozenset", [_encoded_key(item, name, path) for item in key]]
+    if not isinstance(key, torch.Tensor) and hasattr(key, "__index__"):  # NumPy's integers
+        return ["int", repr(operator.index(key))]
+    raise ConfigurationError(
+        f"{name_of((name, *path))!r} has a key of {type(key).__module__}.{type(key).__qualname__}, which cannot be "
+        "saved: use texts, numbers, tuples or enums of these"
+    )
+
+
+def decoded_key(encoded: Any, like: Callable[[str], Any] = lambda kind: None) -> Any:
+    """Return the key that was written; an enum is looked up in the modules that are loaded, which imports nothing."""
+    kind, *rest = encoded
+    if kind in ("NoneType", "bool"):
+        return {"None": None, "True": True, "False": False}[rest[0]]
+    if kind == "int":
+        return int(rest[0])
+    if kind == "float":
+        return float(rest[0])
+    if kind == "str":
+        return str(rest[0])
+    if kind == "bytes":
+        return base64.b64decode(rest[0])
+    if kind in ("tuple", "frozenset"):
+        return {"tuple": tuple, "frozenset": frozenset}[kind](decoded_key(item, like) for item in rest[0])
+    if kind == "enum":
+        made = like(rest[0]) or _loaded_enum(rest[0])
+        return made(decoded_key(rest[1], like))
+    raise ValueError(f"a key of {kind!r:.50}")
+
+
+def _loaded_enum(name: str) -> Any:
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, Enum):
+        return found
+    raise ValueError(f"a key of the enum {name:.100}, which this program has not imported")
+
+
+# -- as text -----------------------------------------------------------------------------------------------
+
+
+def encode(structure: Structure) -> str:
+    """Write a structure as text."""
+    nodes = []
+    for path, node in structure.items():
+        values = {
+            "kind": node.kind,
+            "keys": _short(node.keys),
+            "length": node.length,
+            "tensors": node.tensors,
+        }
+        nodes.append(
+            [list(path), {name: value for name, value in values.items() if value not in ("", {}, None)}]
+        )
+    return json.dumps(nodes, separators=(",", ":"))
+
+
+def decode(text: Any, name: str) -> Structure:
+    """Read what `encode` wrote. Raises FormatError for anything else."""
+    try:
+        if not isinstance(text, str) or len(text) > _MAX_TEXT_BYTES:
+            raise ValueError("not a text, or too long")
+        structure: Structure = {}
+        for path, values in json.loads(text):
+            if len(path) > _MAX_DEPTH or not all(type(part) in (str, int) for part in path):
+                raise ValueError("a path that is none")
+            length = values.get("length")
+            if length is not None and not (type(length) is int and 0 <= length <= 1 << 20):
+                raise ValueError("a length that is none")
+            keys, tensors = values.get("keys", {}), values.get("tensors", {})
+            if not (keys == "int" or isinstance(keys, dict)) or not isinstance(tensors, dict):
+                raise ValueError("keys that are none")
+            structure[tuple(path)] = Node(str(values.get("kind", "")), keys, length, tensors)
+        return structure
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError(f"the structure of {name!r} cannot be read: {error}") from None
+
+
+def _short(keys: Mapping[str, Any]) -> Any:
+    """Say `int` of keys that all are: the state of an optimizer has one for each parameter."""
+    is_number = all(encoded == ["int", text] for text, encoded in keys.items())
+    return "int" if keys and is_number else keys
+
+
+# -- built again -------------------------------------------------------------------------------------------
+
+
+def build(values: Mapping[Path, Any], structure: Structure, live: Any, name: str) -> Any:
+    """Build the nested value of which these are the leaves.
+
+    Args:
+        values: the leaves, by path; that of the value itself is empty.
+        structure: what flattening lost.
+        live: the program's value. Where nothing is noted, as in older checkpoints, keys and types are its.
+
+    Raises FormatError if this contradicts itself.
+    """
+    tree = _Tree()
+    for path, value in values.items():
+        tree.add(path, value)
+    for path in structure:
+        tree.at(path)
+    try:
+        return _built(tree, (), structure, live)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise FormatError(f"{name!r} cannot be built as it was saved: {error}") from None
+
+
+class _Tree:
+    """Members by name; a leaf has a value."""
+
+    def __init__(self) -> None:
+        self.members: dict[str | int, _Tree] = {}
+        self.value: Any = _ABSENT
+
+    def at(self, path: Path) -> _Tree:
+        node = self
+        for part in path:
+            node = node.members.setdefault(part, _Tree())
+        return node
+
+    def add(self, path: Path, value: Any) -> None:
+        self.at(path).value = value
+
+
+def _built(tree: _Tree, path: Path, structure: Structure, live: Any) -> Any:
+    if tree.value is not _ABSENT:
+        if tree.members:
+            raise ValueError(f"{name_of(path)!r} is a value and a container")
+        return tree.value
+    node = structure.get(path)
+    is_list = bool(tree.members) and all(isinstance(part, int) for part in tree.members)
+    if is_list or (node is not None and node.length is not None and not node.kind and node.length > 0):
+        length = max([*(int(part) + 1 for part in tree.members), 0 if node is None else node.length or 0])
+        if length > 16 * len(tree.members) + 1024:
+            raise ValueError(f"a list of {length} with {len(tree.members)} members")
+        items = [tree.members.get(number) for number in range(length)]
+        return [
+            {} if item is None else _built(item, (*path, number), structure, _member(live, number))
+            for number, item in enumerate(items)
+        ]
+    live_keys = {str(key): key for key in live} if isinstance(live, Mapping) else {}
+    made: dict[Any, Any] = {}
+    for part, member in tree.members.items():
+        key = _key(str(part), node, live_keys)
+        made[key] = _built(member, (*path, part), structure, live.get(key) if live_keys else None)
+    return _typed(made, node, live)
+
+
+def _key(text: str, node: Node | None, live_keys: Mapping[str, Any]) -> Any:
+    if node is None:
+        return live_keys.get(text, text)
+    if node.keys == "int":
+        return int(text)
+    if text not in node.keys:
+        return text
+    enums = {
+        f"{type(k).__module__}:{type(k).__qualname__}": type(k)
+        for k in live_keys.values()
+        if isinstance(k, Enum)
+    }
+    return decoded_key(node.keys[text], enums.get)
+
+
+def _member(live: Any, number: int) -> Any:
+    return live[number] if isinstance(live, list | tuple) and number < len(live) else None
+
+
+def _typed(made: dict[Any, Any], node: Node | None, live: Any) -> Any:
+    """Return a dict as the type that it had."""
+    kind = "" if node is None else node.kind
+    if node is None and isinstance(live, dict) and type(live) is not dict:
+        kind = _kind_of(live)
+    if not kind:
+        return made
+    if kind.startswith("defaultdict:"):
+        text = kind.partition(":")[2]
+        if isinstance(live, defaultdict) and text not in _FACTORIES:
+            return defaultdict(live.default_factory, made)
+        return defaultdict(_FACTORIES.get(text), made)
+    if kind == "OrderedDict":
+        return OrderedDict(made)
+    if kind == "Counter":
+        return Counter(made)
+    if isinstance(live, dict) and _kind_of(live) == kind:
+        return type(live)(made)
+    return made  # a class of the program's own, which has none of it here: its members as a dict

@@ -1,0 +1,259 @@
+"""Make the targets of a load: tensors in place where the program has them, as stored where it has not."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from ckpt.errors import LoadFailed
+from ckpt.options import LoadOptions
+from ckpt.state.stored import StoredState, StoredValue
+from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor, sharded_tensor_like
+
+_logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+class Region:
+    """A target of a stored shape of which this rank wants some boxes: DCP plans and fills it as a sharded tensor."""
+
+    def __init__(self, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], torch.Tensor]]) -> None:
+        self._shape, self._boxes = torch.Size(shape), boxes
+
+    def size(self) -> torch.Size:
+        return self._shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), local.size()) for at, local in self._boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        offset = tuple(index.offset or ())
+        return next(local for at, local in self._boxes if tuple(at) == offset)
+
+
+@dataclass
+class Targets:
+    """What a load is to fill, on this rank.
+
+    Attributes:
+        options: of the load.
+        stored: what the checkpoint holds.
+        is_dry: nothing is loaded: only names, shapes and structure are compared.
+        values: target tensors by stored name, and None for objects, which the load replaces.
+        asked: stored names that have a place in the program.
+        missing: names that only the program has.
+        notes: differences that are no error, for the log.
+        faults: what cannot be loaded, and why.
+        after: what to do when the bytes are there, before parts take their values.
+        likes: the parameters of the models by name, for values that the program does not have yet.
+        resized, cast: names whose shape or dtype differs.
+        replaced: parameters that were on the meta device, by `id`, and those in their place.
+    """
+
+    options: LoadOptions
+    stored: StoredState
+    is_dry: bool = False
+    values: dict[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    likes: dict[str, torch.Tensor] = field(default_factory=dict)
+    resized: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    replaced: dict[int, torch.nn.Parameter] = field(default_factory=dict)
+
+    def object(self, value: StoredValue) -> None:
+        """Ask for an object."""
+        self.asked.add(value.name)
+        self.values[value.name] = None
+
+    def in_place(self, value: StoredValue, live: Any, shown: str = "") -> None:
+        """Load a tensor into one that the program has; sharded ones take their part."""
+        self.asked.add(value.name)
+        name = shown or value.name
+        if value.shape is None or value.dtype is None:
+            self.faults.append(f"{name!r} is an object in the checkpoint, and a tensor in the program")
+            return
+        shape = tuple(live.size())
+        if shape != value.shape:
+            if self.options.on_shape != "resize" or len(shape) != len(value.shape):
+                self.faults.append(_other_shape(name, value.shape, shape))
+                return
+            self.resized.append(name)
+        if self.is_dry:
+            return
+        if live.dtype != value.dtype:
+            self.cast.append(name)
+        needs_check = not self.options.allow_casts and changes_values(value.dtype, live.dtype)
+        if needs_check and (value.dtype, live.dtype) == (torch.float32, torch.bfloat16):
+            # The ranges all but agree: a whole model in float32 beside it would cost more than it finds.
+            self.after.append(lambda: _check_finite(live, name))
+            needs_check = False
+        if shape == value.shape and not needs_check:
+            self.values[value.name] = live
+            return
+        self._by_way_of(value, live, name)
+
+    def _by_way_of(self, value: StoredValue, live: Any, name: str) -> None:
+        """Load the common part of two shapes into memory of the stored dtype; it is checked, and copied."""
+        assert value.shape is not None
+        boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        for offsets, local in local_boxes(live):
+            sizes = tuple(
+                max(0, min(at + size, limit) - at)
+                for at, size, limit in zip(offsets, local.shape, value.shape, strict=True)
+            )
+            if math.prod(sizes) == 0 and local.dim():
+                continue
+            part = local[tuple(slice(0, size) for size in sizes)] if local.dim() else local
+            loaded = torch.empty(sizes, dtype=value.dtype, device=local.device)
+            boxes.append((offsets, loaded))
+            self.after.append(lambda part=part, loaded=loaded: self._copy(loaded, part, name))  # type: ignore[misc]
+        self.values[value.name] = Region(value.shape, boxes)
+
+    def _copy(self, loaded: torch.Tensor, part: torch.Tensor, name: str) -> None:
+        if not self.options.allow_casts and not fits(loaded, part.dtype):
+            raise LoadFailed(
+                f"{name!r} holds values that {_named(part.dtype)} cannot hold (it is stored as "
+                f"{_named(loaded.dtype)}); allow_casts=True of LoadOptions loads them all the same"
+            )
+        with torch.no_grad():
+            part.copy_(loaded)
+
+    def as_stored(
+        self, value: StoredValue, like: Any = None, live: Any = None, device: torch.device | None = None
+    ) -> None:
+        """Load a tensor into one of the stored dtype.
+
+        Args:
+            like: a tensor, such as the parameter, whose sharding and device it gets if it has the stored shape.
+            live: the one that the program has; it is filled in place if it is such a tensor already.
+            device: of one that is like none.
+        """
+        self.asked.add(value.name)
+        assert value.shape is not None
+        if self.is_dry:
+            return
+        if _is_same_kind(live, value, like):
+            self.values[value.name] = live
+        elif like is not None and tuple(like.size()) == value.shape and value.shape:
+            self.values[value.name] = empty_like(like, value.dtype)
+        else:
+            self.values[value.name] = torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _check_finite(live: Any, name: str) -> None:
+    for _, local in local_boxes(live):
+        if bool(torch.isinf(local).any()):
+            raise LoadFailed(
+                f"{name!r} is infinite as bfloat16, in the checkpoint it is float32; allow_casts=True of LoadOptions "
+                "loads it all the same"
+            )
+
+
+def _other_shape(name: str, stored: tuple[int, ...], live: tuple[int, ...]) -> str:
+    advice = ""
+    if len(stored) == len(live):
+        advice = "; on_shape='resize' of LoadOptions loads the part that both have"
+    return f"{name!r} is {stored} in the checkpoint, and {live} in the program{advice}"
+
+
+def _is_same_kind(live: Any, value: StoredValue, like: Any) -> bool:
+    """Tell whether a live tensor can be filled as it is: of this shape and dtype, sharded as `like`."""
+    if not isinstance(live, torch.Tensor) or live.is_meta or live.requires_grad:
+        return False
+    if tuple(live.size()) != value.shape or live.dtype != value.dtype or live.layout is not torch.strided:
+        return False
+    if type(live) not in (torch.Tensor, torch.nn.Parameter, DTensor):
+        return False  # its class may pack the elements
+    return not isinstance(like, DTensor) or tuple(like.size()) != value.shape or isinstance(live, DTensor)
+
+
+def empty_like(tensor: Any, dtype: Any) -> Any:
+    """Make a tensor with the shape, sharding and device of another one."""
+    if isinstance(tensor, ShardedTensor):
+        return sharded_tensor_like(tensor, dtype)
+    with torch.no_grad():
+        return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
+
+
+def local_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """List what this rank holds of a tensor: offsets in the whole, and elements."""
+    if isinstance(tensor, ShardedTensor):
+        return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return []
+        chunks = create_chunk_list(tensor)
+        whole: Any = tensor
+        if len(chunks) == 1:
+            return [(tuple(chunks[0].offsets), local_tensor(tensor))]
+        return [
+            (tuple(chunk.offsets), whole.__get_tensor_shard__(MetadataIndex("", chunk.offsets)))
+            for chunk in chunks
+        ]
+    with torch.no_grad():
+        return [((0,) * tensor.dim(), tensor.detach())]
+
+
+def changes_values(stored: torch.dtype, live: torch.dtype) -> bool:
+    """Tell whether a cast may change values beyond rounding."""
+    if stored == live or (live.is_complex and not stored.is_complex and live is not torch.complex32):
+        return False
+    if stored.is_complex or live.is_complex:
+        return not (stored.is_complex and live.is_complex and live is not torch.complex32)
+    if live.is_floating_point:
+        if not stored.is_floating_point:
+            return live.itemsize == 1 or (
+                live is torch.float16 and stored not in (torch.bool, torch.uint8, torch.int8)
+            )
+        return torch.finfo(live).max < torch.finfo(stored).max
+    if stored.is_floating_point:
+        return True
+    if stored is torch.bool:
+        return False
+    if live is torch.bool:
+        return True
+    try:
+        low, high = torch.iinfo(live).min, torch.iinfo(live).max
+        return low > torch.iinfo(stored).min or high < torch.iinfo(stored).max
+    except TypeError:  # quantized
+        return True
+
+
+def fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a cast changes values by no more than rounding."""
+    if values.numel() == 0:
+        return True
+    if values.is_complex() and not dtype.is_complex:
+        return bool((values.imag == 0).all()) and fits(values.real, dtype)
+    cast = values.to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return bool(
+            (torch.isfinite(cast.float() if dtype.itemsize == 1 else cast) | ~torch.isfinite(values)).all()
+        )
+    if values.is_floating_point():
+        if not bool(torch.isfinite(values).all()):
+            return False
+        return bool(((cast.to(torch.float64) - values.to(torch.float64)).abs() < 1).all())
+    return bool((cast.to(values.dtype) == values).all())
+
+
+def shortened(names: Collection[str]) -> str:
+    """List names, twenty at most."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} key(s): {', '.join([*names][:_SHOWN])}{more}"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
