@@ -7,12 +7,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-import ckpt
-
 SHARDED = ("fsdp2", "fsdp2_tp", "hsdp", "meta_fsdp2")
 FLAT = ("fsdp1_flat", "fsdp1_orig")
 SCHEDULERS = ("step_lr", "multi_step_lr", "one_cycle", "plateau", "sequential")
-_PER_RANK = ("per_rank",) if hasattr(ckpt, "per_rank") else ()
 
 DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     "wrapper": (
@@ -27,7 +24,7 @@ DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     "groups": ("one", "two", "empty"),
     "part": (
         "none", *SCHEDULERS, "ema", "metrics", "lists", "none_becomes", "collections", "keys", "grad_scaler",
-        "disc", "loader", *_PER_RANK,
+        "disc", "loader", "per_rank",
     ),
     "phase": ("start", "window", "steps", "frozen"),
     "saved": ("1", "2", "4"),
@@ -86,7 +83,6 @@ INFEASIBLE = (
     rule("FSDP1 shows the shards of parameters as plain tensors", part=["ema"], wrapper=FLAT),
     rule("stages have other names in one part; that needs per_rank", part=["ema"], wrapper=["pipeline"]),
     rule("a loader is past the batches of a window", part=["loader"], phase=["window"]),
-    rule("each rank's own value has no owner on other ranks", part=["per_rank"], ranks=["moved"]),
 )  # fmt: skip
 """Combinations that no trainer has, or that torch itself cannot train."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
@@ -39,6 +40,10 @@ class Part:
     def state(self) -> Any:
         """Return all state, to be compared."""
         return {name: value.state_dict() for name, value in self.values.items()}
+
+    def whole(self) -> Any:
+        """Return all state as other numbers of ranks get it; every rank has to call this."""
+        return self.state()
 
 
 class SchedulerPart(Part):
@@ -122,7 +127,7 @@ class HolderPart(Part):
 
 
 class PerRankPart(HolderPart):
-    """An object that is each rank's own, and that each rank gets back."""
+    """An object that is each rank's own: each gets its own back, or on other ranks that of all."""
 
     def __init__(self, rank: int) -> None:
         def change(values: dict[str, Any], step: int) -> None:
@@ -131,10 +136,29 @@ class PerRankPart(HolderPart):
             values["rows"] = torch.full((rank + 1,), float(step))
 
         super().__init__({"position": 0, "buffer": [], "rows": torch.zeros(rank + 1)}, change)
-        self.values = {"progress": vars(ckpt)["per_rank"](self._holder)}
+        self.values = {"progress": ckpt.per_rank(self._holder, _of_all)}
+        self._is_restored = False
+
+    def take(self, loaded: Mapping[str, Any]) -> None:
+        self._is_restored = True
 
     def state(self) -> Any:
         return {"progress": self._holder.state_dict()}
+
+    def whole(self) -> Any:
+        if self._is_restored:
+            return self.state()
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, self._holder.state_dict())
+        return {"progress": _of_all(states, 0, 0)}
+
+
+def _of_all(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "position": sum(state["position"] for state in states),
+        "buffer": [entry for state in states for entry in state["buffer"]],
+        "rows": torch.cat([state["rows"] for state in states]),
+    }
 
 
 class DiscriminatorPart(Part):

@@ -198,7 +198,7 @@ def whole_state(run: Run) -> dict[str, Any]:
         "buffers": {models.canonical(name): plain(value) for name, value in run.model.named_buffers()},
         "state": state,
         "options": options,
-        "part": plain(run.part.state(), whole=True),
+        "part": plain(run.part.whole(), whole=True),
     }
 
 

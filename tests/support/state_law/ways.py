@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ckpt
-from ckpt.trainer_integration.training_state import training_state
+from ckpt.state import training_state
 
 _FAST = {"fsync": False}  # no machine fails here
 _TIMEOUT_S = 60.0
