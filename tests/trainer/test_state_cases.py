@@ -78,7 +78,7 @@ class Counting(Optimizer):
         super().__init__(parameters, {"lr": 0.1, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] += 1
             for parameter in group["params"]:
@@ -138,7 +138,7 @@ def lbfgs() -> tuple[nn.Module, Optimizer, Callable[[], None]]:
         loss.backward()
         return loss
 
-    return model, optimizer, lambda: optimizer.step(closure)
+    return model, optimizer, lambda: optimizer.step(closure)  # type: ignore[no-untyped-call]
 
 
 def sparse() -> tuple[nn.Module, Optimizer, Callable[[], None]]:
@@ -149,7 +149,7 @@ def sparse() -> tuple[nn.Module, Optimizer, Callable[[], None]]:
     def step() -> None:
         optimizer.zero_grad()
         model(torch.tensor([1, 2])).pow(2).sum().backward()
-        optimizer.step()
+        optimizer.step()  # type: ignore[no-untyped-call]
 
     return model, optimizer, step
 
@@ -242,9 +242,9 @@ def test_moments_of_a_frozen_layer_come_back(tmp_path: Path) -> None:
 
 
 def by_kind(model: nn.Sequential) -> Optimizer:
-    weights = [layer.weight for layer in model]
-    biases = {"params": [layer.bias for layer in model], "weight_decay": 0.0, "lr": 0.2}
-    return optim.AdamW([{"params": weights}, biases], lr=0.1)
+    weights = {"params": [layer.weight for layer in model]}
+    biases: dict[str, Any] = {"params": [layer.bias for layer in model], "weight_decay": 0.0, "lr": 0.2}
+    return optim.AdamW([weights, biases], lr=0.1)
 
 
 def by_layer(model: nn.Sequential) -> Optimizer:
@@ -302,7 +302,7 @@ def test_a_scheduler_may_be_made_after_the_restore(tmp_path: Path) -> None:
 def test_two_empty_groups(tmp_path: Path) -> None:
     def made() -> Named:
         model = net()
-        empty = [{"params": []}, {"params": [], "lr": 0.5}]
+        empty: list[dict[str, Any]] = [{"params": []}, {"params": [], "lr": 0.5}]
         return model, optim.AdamW([{"params": model.parameters()}, *empty])
 
     model, optimizer = made()
@@ -351,6 +351,11 @@ def test_a_part_that_has_grown(tmp_path: Path, kind: str, stateful: bool) -> Non
     fresh, trained = GROWN[kind]
     save(tmp_path, 1, part=Part(trained) if stateful else {"value": trained, "n": 1})
     part = Part(fresh)
+    if not stateful and kind == "a longer tensor":
+        # It is loaded into the program's tensor: another size may be another model.
+        with pytest.raises(CheckpointError, match=r"part\.value.*on_shape"):
+            restore(tmp_path, part={"value": fresh, "n": 1})
+        return
     state = restore(tmp_path, part=part if stateful else {"value": fresh, "n": 1})
     seen = part.value if stateful else state["part"]["value"]
     assert type(seen) is type(trained)
@@ -536,7 +541,7 @@ def _meta(rank: int, root: str) -> None:
     model = net()
     save(root, 1, model=model)
     with torch.device("meta"):
-        again = fully_shard(net())
+        again: Any = fully_shard(net())
     restore(root, model=again)
     for (name, seen), expected in zip(again.named_parameters(), model.parameters(), strict=True):
         assert not seen.is_meta, name
@@ -574,7 +579,7 @@ def _train_stage(model: Any, optimizer: Optimizer) -> None:
     hidden = torch.ones(2, 4)
     for layer in model["layers"].values():
         hidden = layer(hidden)
-    hidden.pow(2).sum().backward()
+    hidden.pow(2).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
@@ -752,7 +757,7 @@ class Renaming(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)
-        self._register_state_dict_hook(self._rename)
+        self._register_state_dict_hook(self._rename)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

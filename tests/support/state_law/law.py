@@ -13,7 +13,15 @@ _MAX_SHOWN = 6
 
 
 def problem(combination: Combination, worlds: Worlds, root: str) -> str | None:
-    """Return how this combination breaks the law; None if it keeps it.
+    """Return how this combination breaks the law; None if it keeps it. Raises nothing that a rank raised."""
+    found = _problem(combination, worlds, root)
+    if found is not None:
+        worlds.close()  # a group in which a rank has failed may be of no more use
+    return found
+
+
+def _problem(combination: Combination, worlds: Worlds, root: str) -> str | None:
+    """Judge a combination.
 
     On as many ranks as saved, the run that saved, one that resumed, and one that never saved end bit for bit
     equal; on others the whole state is the saved one. Or the save raised one clear error, where it may.

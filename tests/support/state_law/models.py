@@ -115,13 +115,13 @@ def _fsdp1(net: nn.Module, *, use_orig_params: bool) -> nn.Module:
     )
 
 
-def _sharded(net: Any, device_mesh: DeviceMesh) -> nn.Module:
+def _sharded(net: Any, device_mesh: DeviceMesh) -> Any:
     for block in net.blocks:
         fully_shard(block, mesh=device_mesh)
     return fully_shard(net, mesh=device_mesh)
 
 
-def _fsdp2(net: nn.Module) -> nn.Module:
+def _fsdp2(net: nn.Module) -> Any:
     return _sharded(net, mesh(dist.get_world_size()))
 
 
@@ -130,13 +130,13 @@ def _grid() -> DeviceMesh:
     return mesh(max(1, ranks // 2), min(2, ranks))
 
 
-def _fsdp2_tp(net: Any) -> nn.Module:
+def _fsdp2_tp(net: Any) -> Any:
     for block in net.blocks:
         parallelize_module(block, _grid()["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return _sharded(net, _grid()["outer"])
 
 
-def _hsdp(net: nn.Module) -> nn.Module:
+def _hsdp(net: nn.Module) -> Any:
     return _sharded(net, _grid())
 
 

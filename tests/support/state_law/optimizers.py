@@ -21,7 +21,7 @@ class Counting(Optimizer):
         super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] += 1
             for parameter in group["params"]:
@@ -38,7 +38,7 @@ class Shampoo(Optimizer):
         super().__init__(params, {"lr": lr, "exponents": {0: -0.25, (0, 1): -0.5}})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -72,7 +72,7 @@ class LowBitTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> LowBitTensor:  # noqa: PYI034
-        made: LowBitTensor = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: LowBitTensor = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
         return made
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class LowBitTensor(torch.Tensor):
         return cls(inner["codes"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name = func.overloadpacket.__name__
         if name in ("detach", "clone", "alias", "_to_copy") and not (kwargs or {}).get("dtype"):
             return cls(func(args[0].codes), func(args[0].scale))
@@ -123,22 +123,19 @@ class LowBit(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group["lr"])
 
     def _update(self, parameter: torch.Tensor, lr: Any) -> None:
-        grad, target, state = parameter.grad, parameter, self.state[parameter]
-        if isinstance(parameter, DTensor):
-            assert isinstance(grad, DTensor)
-            grad, target = grad.to_local(), parameter.to_local()
-        assert grad is not None
-        kept = state.get("exp_avg")
-        kept = kept.to_local() if isinstance(kept, DTensor) else kept
-        moment = grad if kept is None else 0.9 * kept.unpacked() + grad
-        target.sub_(moment, alpha=lr)
+        state = self.state[parameter]
+        kept = _local(state.get("exp_avg"))
+        moment = _local(parameter.grad)
+        if kept is not None:
+            moment = 0.9 * kept.unpacked() + moment
+        _local(parameter).sub_(moment, alpha=lr)
         own: torch.Tensor = LowBitTensor.of(moment)
         if isinstance(parameter, DTensor):
             layout = parameter.device_mesh, parameter.placements
@@ -146,6 +143,10 @@ class LowBit(Optimizer):
                 own, *layout, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
         state["exp_avg"] = own
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Wrapping(Optimizer):
@@ -226,7 +227,7 @@ def _trains(kind: str, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _one(kind: str, named: Named, groups: str, factor: float) -> Optimizer:
-    split = {"two": [[], []]}.get(groups, [[]])
+    split: list[list[nn.Parameter]] = [[], []] if groups == "two" else [[]]
     for name, parameter in named:
         split[_is_second(name) if groups == "two" else 0].append(parameter)
     layout: list[dict[str, Any]] = [{"params": parameters} for parameters in split]

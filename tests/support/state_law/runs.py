@@ -120,7 +120,7 @@ class Run:
                 optimizer.has_scale = True
         loss = self._loss(torch.Generator().manual_seed(1000 * self.steps + 100 * micro + self._reader[0]))
         loss.backward()  # type: ignore[no-untyped-call]
-        value = loss.item()
+        value = float(loss.item())
         self.losses.append(value.hex())
         return value
 

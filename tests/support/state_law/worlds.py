@@ -40,27 +40,21 @@ class World:
             pipe.send((function, args))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        while len(results) + len(failures) < len(self._pipes):
-            waiting = {
-                pipe: rank
-                for rank, pipe in enumerate(self._pipes)
-                if rank not in results and rank not in failures
-            }
-            ready = multiprocessing.connection.wait([*waiting], _GRACE_S if failures else timeout_s)
+        while waiting := [
+            rank for rank in range(len(self._pipes)) if rank not in results and rank not in failures
+        ]:
+            pipes = [self._pipes[rank] for rank in waiting]
+            ready = multiprocessing.connection.wait(pipes, _GRACE_S if failures else timeout_s)
             if not ready:
                 break
-            for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
-                try:
-                    worked, value = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
-                    worked, value = False, "the process died"
-                (results if worked else failures)[rank] = value
+            for rank, pipe in zip(waiting, pipes, strict=True):
+                if pipe in ready:
+                    worked, value = _answer(pipe)
+                    (results if worked else failures)[rank] = value
         if len(results) == len(self._pipes):
             return [results[rank] for rank in sorted(results)]
         texts = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-        late = sorted(set(range(len(self._pipes))).difference(results, failures))
-        raise WorldFailed("\n".join([*texts, *([f"no answer of ranks {late}"] if late else [])]))
+        raise WorldFailed("\n".join([*texts, *([f"no answer of ranks {waiting}"] if waiting else [])]))
 
     def close(self) -> None:
         """End the processes, and those that they began."""
@@ -69,6 +63,14 @@ class World:
         for process in self._job.processes:
             process.join(_GRACE_S)
         self._job.kill()
+
+
+def _answer(pipe: multiprocessing.connection.Connection) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+    except (EOFError, ConnectionError):
+        return False, "the process died"
+    return answer
 
 
 class Worlds:
@@ -90,6 +92,7 @@ class Worlds:
             raise
 
     def close(self) -> None:
+        """End all worlds; a later call makes them again."""
         while self._worlds:
             self._worlds.popitem()[1].close()
 
