@@ -97,9 +97,7 @@ def save(
         block_digests=block_digests,
     )
     with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        writer, values = prepare_save(
-            state_dict, url, planner, base, make_writer, ranks, copy=False, options=options
-        )
+        writer, values = prepare_save(state_dict, url, planner, base, make_writer, ranks, options=options)
         return save_values(values, writer, planner, ranks)
 
 
@@ -137,8 +135,7 @@ def async_save(
     With `local`, a folder of the node's own disk or a `ckpt.LocalTier`, the checkpoint is committed on the nodes' disks
     first; the next call waits for no more. A process on each node carries it to `url`, also when this program is killed
     (`docs/local-first.md`); one that ends waits at most `drain_timeout_s` seconds. The future's `local` is done when the
-    nodes have it, its `result()` returns when it is durable, and `state` says which. Raises SaveFailed if it could not
-    begin on some rank, ConfigurationError if an argument is wrong.
+    nodes have it, its `result()` returns when it is durable. Raises SaveFailed if it could not begin on some rank.
     """
     settings: dict[str, Any] = {
         "storage_options": storage_options,
@@ -153,13 +150,9 @@ def async_save(
         "block_digests": block_digests,
     }
     if local is not None:
-        if format != "ckpt" or base is not None or frozen or digests or not overwrite:
-            text = "local= goes with none of format=, base=, frozen=, digests= and overwrite="
-            raise ConfigurationError(text)
-        settings |= {"process_group": process_group, "no_dist": no_dist}
-        near: SaveFuture = _near().async_save_near(
-            state_dict, url, local, planner=planner, save_options=options, **settings
-        )
+        _check_local(format, base, frozen, digests, not overwrite)
+        settings |= {"process_group": process_group, "no_dist": no_dist, "save_options": options}
+        near: SaveFuture = _near().async_save_near(state_dict, url, local, planner=planner, **settings)
         return near
     wanted = base, frozen, digests
     make_writer = partial(writer_for, format, max_shard_size, planner, wanted, url, **settings)
@@ -178,6 +171,12 @@ def async_save(
     save = SaveFuture()
     background.start(prepare, save)
     return save
+
+
+def _check_local(format: str, *others: object) -> None:
+    if format != "ckpt" or any(others):
+        text = "local= goes with none of format=, base=, frozen=, digests= and overwrite="
+        raise ConfigurationError(text)
 
 
 def load(

@@ -77,7 +77,7 @@ def prepare_save(
     make_writer: Callable[[], CheckpointWriter],
     ranks: Ranks,
     *,
-    copy: bool,
+    copy: bool = False,
     options: SaveOptions | None = None,
     described: Description | None = None,
 ) -> tuple[CheckpointWriter, dict[str, Any]]:

@@ -218,7 +218,7 @@ class Tables:
                     return writer_for(format, size, planner, (references, (), False), url, **options)
 
                 writer, values = prepare_save(
-                    begun.values, url, None, base, make_writer, ranks, copy=False, described=begun.described
+                    begun.values, url, None, base, make_writer, ranks, described=begun.described
                 )
                 metadata = save_copy(values, writer, planner, ranks)
         except BaseException as error:

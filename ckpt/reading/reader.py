@@ -6,6 +6,7 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Collection, Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.loader import Loader, SharedReads
 from ckpt.reading.opening import open_checkpoint, open_loadable, open_rank_local
 from ckpt.reading.read_once import MIN_BYTES, Replicas
+from ckpt.transfer.buffer_pool import StagingPool
 from ckpt.transfer.threads import workers
 from ckpt.transfer.tied_tensors import tied_names
 
@@ -186,12 +188,8 @@ class CheckpointReader(DcpStorage, StorageReader):
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
         """Read some objects of the checkpoint that is open. Raises as a load."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict.fromkeys(names), self.opened().metadata, is_coordinator=True)
         with workers(self._store.threads, "ckpt-read") as threads, self._errors_named():
-            loader = Loader(self.opened(), planner, self._pool, threads, ())
-            loader.run(planner.create_local_plan().items)
-        return planner.state_dict
+            return _objects(self.opened(), names, self._pool, threads)
 
     def adopt(self, shared: bytes) -> None:
         """Use the checkpoint that another rank encoded with `open().share()`."""
@@ -286,6 +284,15 @@ class CheckpointReader(DcpStorage, StorageReader):
         if torch.accelerator.is_available():
             # Other threads have queued copies.
             torch.accelerator.synchronize()
+
+
+def _objects(
+    checkpoint: Checkpoint, names: Collection[str], pool: StagingPool, threads: Executor
+) -> dict[str, Any]:
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict.fromkeys(names), checkpoint.metadata, is_coordinator=True)
+    Loader(checkpoint, planner, pool, threads, ()).run(planner.create_local_plan().items)
+    return planner.state_dict
 
 
 def check_trusted(names: Collection[str]) -> tuple[str, ...]:

@@ -64,9 +64,13 @@ class ModuleNames:
 
 def without_wrappers(name: str) -> str:
     """Return a stored name without the attributes of wrappers, which older checkpoints have."""
-    parts = name.split(".")
-    kept = [part for part in parts if part not in _WRAPPED]
-    return ".".join(kept[1:] if len(kept) > 1 and kept[0] == "module" else kept)
+    kept = without_attributes(name)
+    return kept.removeprefix("module.") or kept
+
+
+def without_attributes(name: str) -> str:
+    """Return a name without the attributes of wrappers that only wrappers have."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def first_names(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, str], dict[str, str]]:

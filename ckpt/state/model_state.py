@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.format.fqns import Path
 from ckpt.state.canonical_names import ModuleNames, first_names, without_wrappers
+from ckpt.state.flat_parameters import sharded_states, shards
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, is_flattened, structure_of
 from ckpt.state.targets import Targets, shortened
@@ -109,7 +102,7 @@ class ModelState:
     def plan(self, part: StoredPart, targets: Targets) -> None:
         """Ask for all that is stored of the model, into the memory that it has."""
         if not targets.is_dry:
-            self._materialise(targets)
+            _materialise(self._models, targets)
         self._live, self._loaded = self._raw_states(), {}
         stored = {str(path[0]): value for path, value in part.values.items() if len(path) == 1}
         nested: dict[str, dict[Path, StoredValue]] = {}
@@ -283,54 +276,32 @@ class ModelState:
             groups.setdefault(first, [first]).append(name)
         return {name: group for group in groups.values() for name in group}
 
-    def _materialise(self, targets: Targets) -> None:
-        """Give memory to what is on the meta device."""
-        for model in self._models:
-            if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-                continue
-            unsaved = [
-                name
-                for prefix, module in model.named_modules()
-                for name in (f"{prefix}.{each}".lstrip(".") for each in module._non_persistent_buffers_set)
-                if (buffer := _buffer(model, name)) is not None and buffer.is_meta
-            ]
-            if unsaved:
-                raise LoadFailed(
-                    f"the model is on the meta device, and no checkpoint holds its buffers that are not saved: "
-                    f"{shortened(unsaved)}; call to_empty() and initialise them before the restore"
-                )
-            devices = {t.device for t in model.parameters() if not t.is_meta}
-            device = next(iter(devices), None) or _device_for(model)
-            before = [*model.parameters()]
-            whole: Any = model
-            whole._apply(partial(_with_memory, device))
-            for old, new in zip(before, model.parameters(), strict=True):
-                new.requires_grad_(old.requires_grad)
-                if new is not old:
-                    targets.replaced[id(old)] = new
 
-
-@contextlib.contextmanager
-def sharded_states(model: nn.Module) -> Iterator[None]:
-    """Let FSDP1 give and take shards; nothing for other models."""
-    if not FullyShardedDataParallel.fsdp_modules(model):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        with FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        ):
-            yield
-
-
-def shards(model: nn.Module) -> int:
-    """Count the ranks among which FSDP1 cut the parameters; others show whole parameters."""
-    wrapped = FullyShardedDataParallel.fsdp_modules(model)
-    if not wrapped or wrapped[0].sharding_strategy == ShardingStrategy.NO_SHARD:
-        return 1
-    group = wrapped[0].process_group
-    return 1 if group is None else int(group.size())
+def _materialise(models: Sequence[nn.Module], targets: Targets) -> None:
+    """Give memory to what is on the meta device."""
+    for model in models:
+        if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+            continue
+        unsaved = [
+            name
+            for prefix, module in model.named_modules()
+            for name in (f"{prefix}.{each}".lstrip(".") for each in module._non_persistent_buffers_set)
+            if (buffer := _buffer(model, name)) is not None and buffer.is_meta
+        ]
+        if unsaved:
+            raise LoadFailed(
+                f"the model is on the meta device, and no checkpoint holds its buffers that are not saved: "
+                f"{shortened(unsaved)}; call to_empty() and initialise them before the restore"
+            )
+        devices = {t.device for t in model.parameters() if not t.is_meta}
+        device = next(iter(devices), None) or _device_for(model)
+        before = [*model.parameters()]
+        whole: Any = model
+        whole._apply(partial(_with_memory, device))
+        for old, new in zip(before, model.parameters(), strict=True):
+            new.requires_grad_(old.requires_grad)
+            if new is not old:
+                targets.replaced[id(old)] = new
 
 
 def _device_for(model: nn.Module) -> torch.device:

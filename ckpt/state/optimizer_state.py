@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.format.fqns import Path
+from ckpt.state import flat_parameters
 from ckpt.state.canonical_names import without_wrappers
-from ckpt.state.model_state import ModelState, sharded_states, shards
+from ckpt.state.model_state import ModelState
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, structure_of
 from ckpt.state.targets import Targets, shortened
@@ -101,7 +101,7 @@ class OptimizerState:
                 trained = [p for group in optimizer.param_groups for p in group[_PARAMS] if p.requires_grad]
                 total += _ADAM_MOMENTS * _tensor_bytes(trained)
         model = None if self._model is None else self._model.fsdp_model
-        return total if model is None else shards(model) * total
+        return total if model is None else flat_parameters.shards(model) * total
 
     def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
         packed = optimizer.state_dict()
@@ -112,12 +112,12 @@ class OptimizerState:
                 "loads on the same ranks and sharding only",
                 type(optimizer).__name__,
             )
-            name = str(self._names(parameters[:1])[0]) if parameters else ""
+            name = str(_names(self._model, parameters[:1])[0]) if parameters else ""
             return {_STATE: {}, _GROUPS: [], _EXTRA: {name: {_WHOLE: packed}}}
         fsdp = None if self._model is None else self._model.fsdp_model
         if fsdp is not None:
-            return self._fsdp_state(fsdp, optimizer, packed)
-        names = self._names(parameters)
+            return flat_parameters.state_by_name(fsdp, optimizer, packed, self._parameter_names())
+        names = _names(self._model, parameters)
         extra = {key: value for key, value in packed.items() if key not in (_STATE, _GROUPS)}
         others = {key: value for key, value in packed[_STATE].items() if type(key) is not int}
         if others:
@@ -128,64 +128,20 @@ class OptimizerState:
         ]
         return {_STATE: state, _GROUPS: groups, _EXTRA: {str(names[0]): extra} if extra and names else {}}
 
-    def _fsdp_state(self, model: nn.Module, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of parameters that FSDP1 has made flat, by the names of those in them."""
-        if not packed[_STATE]:
-            names = self._fsdp_names(model, optimizer)
-            groups = [{**group, _PARAMS: own} for group, own in zip(packed[_GROUPS], names, strict=True)]
-            return {_STATE: {}, _GROUPS: groups}
-        with sharded_states(model):
-            state = FullyShardedDataParallel.optim_state_dict(
-                model, optimizer, packed, group=_process_group(model)
-            )
-        named = {_plain_name(name): value for name, value in state[_STATE].items()}
-        groups = [{**group, _PARAMS: [*map(_plain_name, group[_PARAMS])]} for group in state[_GROUPS]]
-        return {_STATE: named, _GROUPS: groups}
+    def _parameter_names(self) -> dict[int, str]:
+        return {} if self._model is None else self._model.parameter_names()[0]
 
-    def _fsdp_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-        """Return the names of the parameters of each group; a flat parameter has those in it."""
-        assert self._model is not None
-        flat = {
-            id(module._flat_param): module
-            for module in FullyShardedDataParallel.fsdp_modules(model)
-            if getattr(module, "_flat_param", None) is not None
-        }
-        prefixes = {id(module): name for name, module in model.named_modules()}
-        own, _ = self._model.parameter_names()
-        groups = []
-        for group in optimizer.param_groups:
-            names: list[str] = []
-            for parameter in group[_PARAMS]:
-                if isinstance(parameter, FlatParameter):
-                    prefix = prefixes[id(flat[id(parameter)])]
-                    names += [_plain_name(f"{prefix}.{name}".lstrip(".")) for name in parameter._fqns]
-                else:
-                    names.append(own[id(parameter)])
-            groups.append(names)
-        return groups
+    def _flat_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[Name]]:
+        return [
+            [*names] for names in flat_parameters.names_by_group(model, optimizer, self._parameter_names())
+        ]
 
     def _names_by_group(self, optimizer: Optimizer) -> list[list[Name]]:
         """Return the names of the parameters of each group."""
         fsdp = None if self._model is None else self._model.fsdp_model
         if fsdp is not None:
-            return [[*names] for names in self._fsdp_names(fsdp, optimizer)]
-        return _split(optimizer, self._names(_parameters(optimizer)))
-
-    def _names(self, parameters: Sequence[torch.Tensor]) -> list[Name]:
-        """Return the name of each parameter, in the order of the groups."""
-        if self._model is None:
-            return [*range(len(parameters))]
-        known, _ = self._model.parameter_names()
-        names: list[Name] = []
-        for number, parameter in enumerate(parameters):
-            name = known.get(id(parameter))
-            if name is None:
-                raise ConfigurationError(
-                    f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, is not in the model: give "
-                    "a model that holds it, such as torch.nn.ModuleDict({'model': model, 'loss': loss})"
-                )
-            names.append(name)
-        return names
+            return self._flat_names(fsdp, optimizer)
+        return _split(optimizer, _names(self._model, _parameters(optimizer)))
 
     # -- loading -------------------------------------------------------------------------------------------
 
@@ -226,19 +182,18 @@ class OptimizerState:
         _replace(optimizer, targets.replaced)
         fsdp = None if self._model is None else self._model.fsdp_model
         entries: list[tuple[Name, Any]]
+        likes: dict[Name, Any] = {}
         if fsdp is None:
             parameters = _parameters(optimizer)
-            names = self._names(parameters)
+            names = _names(self._model, parameters)
             entries = [*zip(names, parameters, strict=True)]
-            likes: dict[Name, Any] = dict(entries)
+            likes.update(entries)
         else:
-            names = [*itertools.chain(*self._fsdp_names(fsdp, optimizer))]
+            names = [*itertools.chain(*self._flat_names(fsdp, optimizer))]
             entries = [(name, None) for name in names]
-            with sharded_states(fsdp), torch.no_grad():
-                raw = fsdp.state_dict()
-            likes = {_plain_name(name): value for name, value in raw.items()}
+            likes.update(flat_parameters.sharded_parameters(fsdp))
         plan = _OptimizerPlan(optimizer, names)
-        lookup = self._lookup(stored, names)
+        lookup = _lookup(self._model, stored, names)
         for name, parameter in entries:
             found = lookup.get(name)
             if found is None:
@@ -247,53 +202,9 @@ class OptimizerState:
             live = {} if parameter is None else optimizer.state.get(parameter, {})
             like = likes.get(name)
             for path, value in stored[found].items():
-                self._plan_value(value, path, like, live, optimizer, targets)
-        self._plan_extra(plan, part, targets)
+                _plan_value(value, path, like, live, optimizer, targets)
+        _plan_extra(plan, part, targets)
         return plan
-
-    def _plan_value(
-        self, value: StoredValue, path: Path, like: Any, live: Any, optimizer: Optimizer, targets: Targets
-    ) -> None:
-        if value.shape is None:
-            targets.object(value)
-            return
-        # As torch does: counters of steps stay on the CPU but where the step runs on the device.
-        on_device = path[-1:] != ("step",) or any(
-            group.get("capturable") or group.get("fused") for group in optimizer.param_groups
-        )
-        device = like.device if like is not None and on_device and not _is_meta(like) else None
-        targets.as_stored(value, like=like, live=_member(live, path), device=device)
-
-    def _plan_extra(self, plan: _OptimizerPlan, part: StoredPart, targets: Targets) -> None:
-        """Ask for what `state_dict` had beyond states and groups."""
-        for name in map(str, plan.names[:1]):
-            for path, value in part.values.items():
-                if path[:2] == (_EXTRA, name):
-                    plan.extra[path[2:]] = value
-                    if value.shape is None:
-                        targets.object(value)
-                    else:
-                        targets.as_stored(value)
-            plan.has_extra = bool(plan.extra) or (_EXTRA, name) in part.nodes
-
-    def _lookup(self, stored: Mapping[Name, Any], names: Sequence[Name]) -> dict[Name, Name]:
-        """Find the stored name of each parameter: its own, another one of its, or one of an older checkpoint."""
-        found: dict[Name, Name] = {}
-        same = {} if self._model is None else self._model.same_tensors()
-        older = {without_wrappers(name): name for name in stored if isinstance(name, str)}
-        numbers = (
-            {str(name): name for name in stored} if all(str(name).isdecimal() for name in stored) else {}
-        )
-        for number, name in enumerate(names):
-            tries: list[Name] = [name, *same.get(str(name), ()), older.get(str(name), name)]
-            known = next((each for each in tries if each in stored), None)
-            if known is None and (
-                isinstance(name, int) or numbers
-            ):  # numbered, as Optimizer.state_dict has it
-                known = numbers.get(str(number))
-            if known is not None:
-                found[name] = known
-        return found
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""
@@ -329,13 +240,13 @@ class OptimizerState:
         """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
         for optimizer in self._optimizers:
             if state[_GROUPS]:
-                self._matched(self._names_by_group(optimizer), state[_GROUPS])
+                _matched(self._names_by_group(optimizer), state[_GROUPS], self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the optimizers to a state as `state_dict` gives it."""
         for optimizer in self._optimizers:
             names = [*itertools.chain(*self._names_by_group(optimizer))]
-            lookup = self._lookup(state[_STATE], names)
+            lookup = _lookup(self._model, state[_STATE], names)
             own = {name: state[_STATE][found] for name, found in lookup.items()}
             extra = state.get(_EXTRA, {}).get(str(names[0]), {}) if names else {}
             self._set(optimizer, names, own, state[_GROUPS], extra)
@@ -353,12 +264,12 @@ class OptimizerState:
             return
         fsdp = None if self._model is None else self._model.fsdp_model
         by_group = self._names_by_group(optimizer)
-        chosen = self._matched(by_group, groups)
+        chosen = _matched(by_group, groups, self._model)
         if fsdp is None:
             numbers = {name: number for number, name in enumerate(names)}
             states: dict[Any, Any] = {numbers[name]: value for name, value in state.items()}
         else:
-            states = self._fsdp_flattened(fsdp, optimizer, by_group, state)
+            states = flat_parameters.state_by_number(fsdp, optimizer, by_group, state)
         states |= extra.get(_STATE, {})
         packed_groups = []
         start = 0
@@ -371,61 +282,6 @@ class OptimizerState:
         more = {key: value for key, value in extra.items() if key != _STATE}
         _apply(optimizer, {_STATE: states, _GROUPS: packed_groups, **more})
 
-    def _fsdp_flattened(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        names: Sequence[Sequence[Name]],
-        state: Mapping[Name, Any],
-    ) -> dict[Any, Any]:
-        """Make states of flat parameters, by number, of those by name."""
-        if not state:
-            return {}
-        raw = self._raw_names(model)
-        groups = [
-            {**group, _PARAMS: [raw[str(name)] for name in own]}
-            for group, own in zip(optimizer.param_groups, names, strict=True)
-        ]
-        given = {_STATE: {raw[str(name)]: value for name, value in state.items()}, _GROUPS: groups}
-        with sharded_states(model):
-            packed = FullyShardedDataParallel.optim_state_dict_to_load(
-                model, optimizer, given, group=_process_group(model)
-            )
-        result: dict[Any, Any] = packed[_STATE]
-        return result
-
-    @staticmethod
-    def _raw_names(model: nn.Module) -> dict[str, str]:
-        """Return the names that FSDP1 uses, which keep the compiler's attribute, by canonical name."""
-        with sharded_states(model), torch.no_grad():
-            return {_plain_name(name): name for name in model.state_dict()}
-
-    def _matched(
-        self, by_group: Sequence[Sequence[Name]], groups: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Find the stored options of each group by its parameters. Raises LoadFailed, which names them, if it has none."""
-        homes: dict[Name, int] = {}
-        for number, group in enumerate(groups):
-            for name in group.get(_PARAMS, ()):
-                homes.setdefault(name, number)
-        flat = [*itertools.chain(*by_group)]
-        lookup = self._lookup(homes, flat)
-        empty = iter([group for group in groups if not group.get(_PARAMS)])
-        chosen = []
-        for own in by_group:
-            if not own:
-                chosen.append(_options(next(empty, {})))
-                continue
-            found = {homes[lookup[name]] for name in own if name in lookup}
-            lost = [str(name) for name in own if name not in lookup]
-            if lost and groups:
-                raise LoadFailed(
-                    f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
-                    "parameters that it had when it was saved, or leave it out of the restore"
-                )
-            chosen.append(_common_options([groups[number] for number in sorted(found)], own))
-        return chosen
-
 
 @dataclass
 class _OptimizerPlan:
@@ -436,6 +292,93 @@ class _OptimizerPlan:
     found: dict[Name, Name] = field(default_factory=dict)
     extra: dict[Path, StoredValue] = field(default_factory=dict)
     has_extra: bool = False
+
+
+def _plan_value(
+    value: StoredValue, path: Path, like: Any, live: Any, optimizer: Optimizer, targets: Targets
+) -> None:
+    if value.shape is None:
+        targets.object(value)
+        return
+    # As torch does: counters of steps stay on the CPU but where the step runs on the device.
+    on_device = path[-1:] != ("step",) or any(
+        group.get("capturable") or group.get("fused") for group in optimizer.param_groups
+    )
+    device = like.device if like is not None and on_device and not _is_meta(like) else None
+    targets.as_stored(value, like=like, live=_member(live, path), device=device)
+
+
+def _plan_extra(plan: _OptimizerPlan, part: StoredPart, targets: Targets) -> None:
+    """Ask for what `state_dict` had beyond states and groups."""
+    for name in map(str, plan.names[:1]):
+        plan.extra = part.below((_EXTRA, name))
+        plan.has_extra = bool(plan.extra) or (_EXTRA, name) in part.nodes
+        for value in plan.extra.values():
+            if value.shape is None:
+                targets.object(value)
+            else:
+                targets.as_stored(value)
+
+
+def _matched(
+    by_group: Sequence[Sequence[Name]],
+    groups: Sequence[Mapping[str, Any]],
+    model: ModelState | None,
+) -> list[dict[str, Any]]:
+    """Find the stored options of each group by its parameters. Raises LoadFailed, which names them, if it has none."""
+    homes: dict[Name, int] = {}
+    for number, group in enumerate(groups):
+        for name in group.get(_PARAMS, ()):
+            homes.setdefault(name, number)
+    known = _lookup(model, homes, [*itertools.chain(*by_group)])
+    empty = iter([group for group in groups if not group.get(_PARAMS)])
+    chosen = []
+    for own in by_group:
+        if not own:
+            chosen.append(_options(next(empty, {})))
+            continue
+        lost = [str(name) for name in own if name not in known]
+        if lost and groups:
+            raise LoadFailed(
+                f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
+                "parameters that it had when it was saved, or leave it out of the restore"
+            )
+        found = {homes[known[name]] for name in own if name in known}
+        chosen.append(_common_options([groups[number] for number in sorted(found)], own))
+    return chosen
+
+
+def _lookup(model: ModelState | None, stored: Mapping[Name, Any], names: Sequence[Name]) -> dict[Name, Name]:
+    """Find the stored name of each parameter: its own, another one of its, or one of an older checkpoint."""
+    found: dict[Name, Name] = {}
+    same = {} if model is None else model.same_tensors()
+    older = {without_wrappers(name): name for name in stored if isinstance(name, str)}
+    numbers = {str(name): name for name in stored} if all(str(name).isdecimal() for name in stored) else {}
+    for number, name in enumerate(names):
+        tries: list[Name] = [name, *same.get(str(name), ()), older.get(str(name), name)]
+        known = next((each for each in tries if each in stored), None)
+        if known is None and (isinstance(name, int) or numbers):  # numbered, as Optimizer.state_dict has it
+            known = numbers.get(str(number))
+        if known is not None:
+            found[name] = known
+    return found
+
+
+def _names(model: ModelState | None, parameters: Sequence[torch.Tensor]) -> list[Name]:
+    """Return the name of each parameter, in the order of the groups."""
+    if model is None:
+        return [*range(len(parameters))]
+    known, _ = model.parameter_names()
+    names: list[Name] = []
+    for number, parameter in enumerate(parameters):
+        name = known.get(id(parameter))
+        if name is None:
+            raise ConfigurationError(
+                f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, is not in the model: give "
+                "a model that holds it, such as torch.nn.ModuleDict({'model': model, 'loss': loss})"
+            )
+        names.append(name)
+    return names
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:
@@ -561,23 +504,6 @@ def _tensor_bytes(values: Any) -> int:
     if isinstance(values, Mapping):
         return sum(map(_tensor_bytes, values.values()))
     return sum(map(_tensor_bytes, values)) if isinstance(values, list | tuple) else 0
-
-
-def _plain_name(name: str) -> str:
-    """Return a name as FSDP1 gives it, without the attributes of other wrappers."""
-    return ".".join(
-        part
-        for part in name.split(".")
-        if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    )
-
-
-def _process_group(model: nn.Module) -> Any:
-    """Return the ranks among which FSDP1 shards; None if these are not all that hold a copy."""
-    module = FullyShardedDataParallel.fsdp_modules(model)[0]
-    if "HYBRID" in module.sharding_strategy.name or isinstance(module.process_group, tuple):
-        return None
-    return module.process_group
 
 
 def _is_meta(tensor: Any) -> bool:

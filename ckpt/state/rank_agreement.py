@@ -195,8 +195,8 @@ def _judge(
     names: Mapping[int, tuple[str, str]], differing: Mapping[int, None], ranks: Ranks, url: str
 ) -> None:
     """Refuse, or say, what differs; all ranks know alike."""
-    own = {names[number] for number in differing if number in names}
-    shared: list[tuple[str, str]] = sorted(ranks.join(own, _united))
+    own: Any = {names[number] for number in differing if number in names}
+    shared: list[tuple[str, str]] = sorted(ranks.join(own, lambda some, others: {*some, *others}))
     by_kind: dict[str, list[str]] = {}
     for name, kind in shared:
         by_kind.setdefault(kind, []).append(name)
@@ -319,7 +319,3 @@ def _on_cpu(groups: Any) -> Any:
     if isinstance(groups, Mapping):
         return {key: _on_cpu(value) for key, value in groups.items()}
     return [*map(_on_cpu, groups)] if type(groups) is list else groups
-
-
-def _united(some: set[tuple[str, str]], others: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    return some | others

@@ -82,8 +82,7 @@ class SaveMeta(StorageMeta):
 class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Write checkpoints that are committed whole or not at all.
 
-    It stages for `dcp.async_save` itself, as `ckpt.Stager` does, in memory that all writers of the
-    process use again; unlike that, for any number of saves at a time.
+    It stages for `dcp.async_save` itself, as `ckpt.Stager` does, but for any number of saves at a time.
 
     Args:
         url: a path, `s3://bucket/key`, `cos://bucket/key`, or any fsspec URL.
@@ -109,9 +108,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Whether a plan may say less than DCP's: which items to write, and no more."""
 
     stamp = NO_STAMP  # of the run that it saves for
-    described: Any = None
-    """What the values of the state are, where `ckpt.save` and the manager know it."""
-
+    described: Any = None  # by `ckpt.save` and the manager: what the values of the state are
     _own_memory = True
     _is_model = False
 
