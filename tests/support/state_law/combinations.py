@@ -181,19 +181,30 @@ def feasible_pairs() -> set[Pair]:
     return {pair for pair in pairs() if completed(dict(pair), rng, set()) is not None}
 
 
+def drawn(seed: int) -> Iterator[Combination]:
+    """Draw combinations: soon every value of every dimension is in one, and at the end every feasible pair."""
+    rng = random.Random(seed)
+    wanted = {*pairs()}
+    singles = [frozenset({(name, value)}) for name, values in DIMENSIONS.items() for value in values]
+    both = sorted(wanted, key=sorted)
+    rng.shuffle(singles)
+    rng.shuffle(both)
+    seen: set[tuple[str, str]] = set()
+    for part in [*singles, *both]:
+        if part in wanted or (len(part) == 1 and not part <= seen):
+            tries = [completed(dict(part), rng, wanted) for _ in range(3)]
+            found = [values for values in tries if values is not None]
+            if found:
+                values = max(found, key=lambda each: len(wanted.intersection(pairs_of(each))))
+                wanted.difference_update(pairs_of(values))
+                seen.update(values.items())
+                yield Combination(**values)
+
+
 def covering(seed: int, at_least: int = MIN_COMBINATIONS) -> list[Combination]:
     """Draw combinations that have all feasible pairs; random ones fill up to `at_least`."""
+    found = dict.fromkeys(drawn(seed))
     rng = random.Random(seed)
-    wanted = feasible_pairs()
-    found: dict[Combination, None] = {}
-    todo = sorted(wanted, key=sorted)
-    rng.shuffle(todo)
-    for pair in todo:
-        if pair in wanted:
-            tries = [completed(dict(pair), rng, wanted) for _ in range(3)]
-            values = max((each for each in tries if each), key=lambda one: len(wanted & {*pairs_of(one)}))
-            wanted.difference_update(pairs_of(values))
-            found[Combination(**values)] = None
     while len(found) < at_least:
         values = {name: rng.choice(of_one) for name, of_one in DIMENSIONS.items()}
         if reason_against(values) is None:
@@ -202,16 +213,5 @@ def covering(seed: int, at_least: int = MIN_COMBINATIONS) -> list[Combination]:
 
 
 def sample(seed: int, count: int = SAMPLE) -> list[Combination]:
-    """Draw combinations that have every value of every dimension, and then further ones."""
-    rng = random.Random(seed)
-    todo = covering(seed)
-    rng.shuffle(todo)
-    wanted = {(name, value) for name, values in DIMENSIONS.items() for value in values}
-    chosen: list[Combination] = []
-    while len(chosen) < count:
-        best = max(todo, key=lambda each: len(wanted & asdict(each).items()))
-        wanted -= asdict(best).items()
-        todo.remove(best)
-        chosen.append(best)
-    assert not wanted, f"{count} combinations are too few for {sorted(wanted)}"
-    return chosen
+    """Draw some of those combinations, which have every value of every dimension."""
+    return list(itertools.islice(drawn(seed), count))
