@@ -79,6 +79,10 @@ INFEASIBLE = (
     rule("flat shards have one dimension", optimizer=["muon", "shampoo"], wrapper=FLAT),
     rule("torch cannot step it on DTensors", optimizer=["rprop", "adafactor"], wrapper=SHARDED),
     rule("FSDP1 gathers plain tensors only", optimizer=["low_bit"], wrapper=FLAT),
+    rule(
+        "Adafactor factors whole matrices, not flat shards",
+        optimizer=["adafactor"], wrapper=FLAT, ranks=["moved"],
+    ),
     rule("FSDP1 fixes requires_grad when it wraps", phase=["frozen"], wrapper=FLAT),
     rule("FSDP1 shows the shards of parameters as plain tensors", part=["ema"], wrapper=FLAT),
     rule("stages have other names in one part; that needs per_rank", part=["ema"], wrapper=["pipeline"]),

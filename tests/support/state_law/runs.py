@@ -183,8 +183,10 @@ def whole_state(run: Run) -> dict[str, Any]:
     state: dict[str, Any] = {}
     names = {id(parameter): name for name, parameter in models.named_parameters(run.model)}
     for optimizer in run.optimizers:
-        if run.combination.wrapper in FLAT:
-            state |= _whole_of_fsdp1(run.model, optimizer)
+        if run.combination.wrapper == "fsdp1_flat":
+            state |= _whole_of_flat(run.model, optimizer)
+        elif run.combination.wrapper == "fsdp1_orig":
+            state |= _whole_of_shards(run.model, names, optimizer)
         else:
             state |= {
                 names[id(parameter)]: plain(values, whole=True)
@@ -211,7 +213,8 @@ def _whole_parameters(run: Run) -> Iterator[tuple[str, Any]]:
             yield name, plain(parameter, whole=True)
 
 
-def _whole_of_fsdp1(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _whole_of_flat(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Let torch gather the states of flat parameters: it alone knows how they are laid out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         with FullyShardedDataParallel.state_dict_type(
@@ -222,6 +225,29 @@ def _whole_of_fsdp1(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ):
             whole = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     return {models.canonical(name): plain(values) for name, values in whole["state"].items() if values}
+
+
+def _whole_of_shards(model: nn.Module, names: Mapping[int, str], optimizer: Optimizer) -> dict[str, Any]:
+    """Join the shards of all ranks, which FSDP1 cuts in the order of ranks; torch's own gathering asserts."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        shapes = {name: value.shape for name, value in models.named_parameters(model)}
+    own = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    whole: dict[str, dict[str, Any]] = {}
+    for states in every:
+        for name, values in states.items():
+            joined = whole.setdefault(name, {})
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    joined[key] = torch.cat([joined.get(key, value.new_empty(0)), value.flatten()])
+                else:
+                    joined.setdefault(key, value)
+    for name, values in whole.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == shapes[name].numel() and value.ndim:
+                values[key] = value.view(shapes[name])
+    return {name: plain(values) for name, values in whole.items()}
 
 
 def _gathered(value: DTensor) -> torch.Tensor:
