@@ -1,4 +1,4 @@
-"""The law of states: who resumes continues bit for bit, on any number of ranks, or the save was refused.
+"""The law of states: a resumed run continues bit for bit, on any number of ranks, or its save was refused.
 
 `make test-law` tries the combinations that have all pairs of values; `make test-ranks` a sample. LAW_SEED draws
 others, and LAW_COMBINATIONS=all asks for all.

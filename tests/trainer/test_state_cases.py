@@ -313,7 +313,7 @@ def test_two_empty_groups(tmp_path: Path) -> None:
     assert [group["lr"] for group in other.param_groups] == [1e-3, 1e-3, 0.5]
 
 
-# Parts: the checkpoint says what there is.
+# Parts: the checkpoint decides which values exist.
 
 
 class Part:
@@ -454,7 +454,7 @@ def test_a_cast_that_rounds_is_none(tmp_path: Path) -> None:
     assert state["counter"].float().item() == pytest.approx(1.0, abs=0.01)
 
 
-# Wrappers: what is saved under one is restored under it, and under none.
+# Wrappers: a state saved under one is restored under it, and without it.
 
 
 def compiled(module: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Try the combinations that are named on the command line, and print what breaks the law."""
+"""Try the combinations that are named on the command line, and print the differences that break the law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Try a combination: return what breaks the law."""
+"""Run one combination, and list where it breaks the law."""
 
 from __future__ import annotations
 

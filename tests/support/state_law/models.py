@@ -102,7 +102,7 @@ def _plain(net: nn.Module) -> nn.Module:
 
 
 def ddp(net: nn.Module) -> nn.Module:
-    """Wrap by DDP where there are several ranks; other wrappers are combined with it."""
+    """Wrap by DDP, on several ranks. Other wrappers are combined with it."""
     return DistributedDataParallel(net) if dist.get_world_size() > 1 else net
 
 

@@ -1,4 +1,4 @@
-"""Parts of a trainer besides model and optimizer, and how a training step changes them."""
+"""Other parts of a trainer than model and optimizer, and how a training step changes them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SchedulerPart(Part):
 
 
 class Ema:
-    """Average parameters; there is nothing to average before the first update."""
+    """Average parameters. The state is an empty dict before the first update."""
 
     def __init__(self) -> None:
         self.shadow: dict[str, torch.Tensor] = {}

@@ -134,7 +134,7 @@ class Run:
             tokens = self.part.tokens()
         else:
             tokens = torch.randint(0, models.TOKENS, (2, 4), generator=generator)
-        # How modules are wrapped matters here, not what they compile to.
+        # The test is about wrapping. Compilation would take seconds and change nothing.
         with torch.compiler.set_stance("force_eager"):
             logits = self.model(tokens)
         return (1 + 0.01 * noise) * nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())

@@ -1,4 +1,4 @@
-"""Processes with ranks that carry out one call after another: to make them anew for each would take longer."""
+"""Rank processes that serve one call after another. Starting new ones for each call would take longer."""
 
 from __future__ import annotations
 
