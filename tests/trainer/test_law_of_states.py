@@ -11,8 +11,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.state_law.combinations import (
     DIMENSIONS,
     INFEASIBLE,
@@ -102,9 +104,66 @@ def test_differences_are_named_by_their_path() -> None:
     ]
 
 
-def _fail_on(rank: int) -> int:
-    import torch.distributed as dist
+class ScriptedWorlds(Worlds):
+    """Answers as ranks would: with these states of one rank, in the order of the calls."""
 
+    def __init__(self, *states: dict[str, Any]) -> None:
+        super().__init__()
+        self._states = list(states)
+
+    def call(self, ranks: int, function: Any, *args: Any, timeout_s: float = 0.0) -> list[Any]:
+        return [self._states.pop(0)]
+
+
+def _state(lr: float = 0.1, losses: tuple[str, ...] = ("1", "2")) -> dict[str, Any]:
+    return {"losses": list(losses), "optimizers": [{"groups": [{"lr": lr}]}]}
+
+
+def _saved(**other: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {"local": _state(), "whole": _state(), "after the save": _state()}
+    return {**state, "after": _state(), **other}
+
+
+SAME, MOVED = "plain-adam-one-none-steps-1-1-off", "plain-adam-one-none-steps-1-2-off"
+LOW_BIT = "plain-low_bit-one-none-steps-1-1-off"
+VERDICTS: dict[str, tuple[str, list[dict[str, Any]], str | None]] = {
+    "kept": (SAME, [_state(), _saved(), {"local": _state(), "after": _state(losses=("2",))}], None),
+    "kept on other ranks": (MOVED, [_state(), _saved(), {"whole": _state()}], None),
+    "changed by the save": (
+        SAME,
+        [_state(), _saved(**{"after the save": _state(lr=0.2)})],
+        "right after the save",
+    ),
+    "changed later": (SAME, [_state(), _saved(after=_state(lr=0.2))], "the save changed the training"),
+    "restored otherwise": (
+        SAME,
+        [_state(), _saved(), {"local": _state(lr=0.2), "after": _state()}],
+        "restored another state",
+    ),
+    "resumed otherwise": (
+        SAME,
+        [_state(), _saved(), {"local": _state(), "after": _state(losses=("3",))}],
+        "differs later",
+    ),
+    "lost on other ranks": (
+        MOVED,
+        [_state(), _saved(), {"whole": _state(lr=0.2)}],
+        "the restored state differs",
+    ),
+    "refused": (SAME, [_state(), {"refused": "SaveFailed: no"}], "was refused: SaveFailed: no"),
+    "refused as it may": (LOW_BIT, [_state(), {"refused": "SaveFailed: exp_avg is a LowBitTensor"}], None),
+    "refused without a name": (LOW_BIT, [_state(), {"refused": "SaveFailed: no"}], "names none of"),
+}
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_a_verdict_names_the_fault(kind: str) -> None:
+    text, states, expected = VERDICTS[kind]
+    found = problem(Combination.of(text), ScriptedWorlds(*states), "")
+    assert found is None if expected is None else expected in (found or "")
+
+
+def _fail_on(rank: int) -> int:
     if dist.get_rank() == rank:
         raise ValueError("on purpose")
     dist.barrier()

@@ -218,16 +218,17 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def reader(wrapper: str) -> tuple[int, int]:
+def reader(wrapper: str, optimizer: str) -> tuple[int, int]:
     """Return which data this rank reads, as rank and number of ranks.
 
     DDP on four ranks adds gradients in an order that changes after its first step: with equal gradients that
-    makes no difference. Ranks without DDP or FSDP have to read the same data too.
+    makes no difference. Ranks without DDP or FSDP have to read the same data too, and so do those of LBFGS: it
+    keeps the loss.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if wrapper == "fsdp2_tp":
         return rank // 2, max(1, ranks // 2)
-    if wrapper in ("plain", "meta", "pipeline"):
+    if wrapper in ("plain", "meta", "pipeline") or optimizer == "lbfgs":
         return 0, 1
     is_ddp = wrapper not in ("fsdp1_flat", "fsdp1_orig", "fsdp2", "hsdp", "meta_fsdp2")
     return (0, 1) if is_ddp and ranks > 2 else (rank, ranks)

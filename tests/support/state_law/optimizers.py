@@ -216,8 +216,14 @@ def made(kind: str, named: Named, groups: str, *, factor: float) -> list[Optimiz
     own = [(name, parameter) for name, parameter in named if _trains(kind, name, parameter)]
     if kind != "several":
         return [_one(kind, own, groups, factor)]
-    half = max(1, len(own) // 2)
-    return [_one("sgd_momentum", own[:half], groups, factor), _one("several", own[half:], groups, factor)]
+    first = [(name, each) for name, each in own if _is_of_first_optimizer(name)]
+    rest = [(name, each) for name, each in own if not _is_of_first_optimizer(name)]
+    return [_one("sgd_momentum", first, groups, factor), _one("several", rest, groups, factor)]
+
+
+def _is_of_first_optimizer(name: str) -> bool:
+    """Return which of several optimizers has a parameter: the same on any number of ranks."""
+    return name.endswith(("embed.weight", ".up.weight", ".up.bias", "lora_a", "0._flat_param"))
 
 
 def _trains(kind: str, name: str, parameter: nn.Parameter) -> bool:

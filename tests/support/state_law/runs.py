@@ -48,7 +48,7 @@ class Run:
             combination.groups,
             factor=self._factor(),
         )
-        self._reader = models.reader(combination.wrapper)
+        self._reader = models.reader(combination.wrapper, combination.optimizer)
         self.part = parts.made(
             combination.part, self.optimizers[0], rank=dist.get_rank(), reader=self._reader
         )
