@@ -116,6 +116,9 @@ class LowBitTensor(torch.Tensor):
         return f"LowBitTensor({self.codes.tolist()}, {self.scale.item()})"
 
 
+torch.serialization.add_safe_globals([LowBitTensor])  # as torchao declares its own
+
+
 class LowBit(Optimizer):
     """Keep the first moment in eight bits."""
 
