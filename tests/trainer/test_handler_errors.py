@@ -78,6 +78,8 @@ def _saves_at_random_moments(
         except error:
             raised += 1
         manager.close()
+        removed = manager._saves._booked
+        assert removed is None or removed.wait(60), "a close that was interrupted does not stop the removals"
         assert len(come) >= raised
     return raised
 
@@ -96,8 +98,8 @@ def test_errors_of_handlers_break_no_save(tmp_path: Path, mode: str, error: type
 def test_errors_at_many_moments(tmp_path: Path, mode: str, seed: int) -> None:
     error = (Interrupt, RuntimeError)[seed % 2]
     rule = {"keep": 3, "async_mode": mode}
-    assert _saves_at_random_moments(tmp_path, error, random.Random(seed), 400, **rule) > 0
-    _check_all_there(tmp_path, 400, kept=3)
+    assert _saves_at_random_moments(tmp_path, error, random.Random(seed), 100, **rule) > 0
+    _check_all_there(tmp_path, 100, kept=3)
 
 
 def _check_all_there(root: Path, steps: int, kept: int | None = None) -> None:
