@@ -287,7 +287,7 @@ class _Copies:
         else:
             assert place.copied is not None
             copied = place.copied.requires_grad_() if place.requires_grad else place.copied
-        return copied if found.own is None else self._with_geometry(copied, found.own)  # type: ignore[no-any-return]
+        return copied if found.own is None else self._with_geometry(copied, found.own)
 
     def _with_geometry(self, copied: torch.Tensor, own: _OwnGeometry) -> torch.Tensor:
         """Return a copy that answers by the geometry of its tensor, for its own memory."""

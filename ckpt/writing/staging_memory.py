@@ -305,7 +305,7 @@ def _send(state: StagedState) -> tuple[Callable[..., dict[str, Any]], tuple[Any,
     block: torch.Tensor | None = None
     if len(lease):
         block = lease.owner  # type: ignore[attr-defined]
-        if not block.is_shared():  # type: ignore[union-attr, no-untyped-call]
+        if not block.is_shared():
             block = _shared_block(len(lease))
             ctypes.memmove(block.data_ptr(), lease, len(lease))
     return _receive, (block, len(lease), buffer.getvalue())
