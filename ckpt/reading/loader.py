@@ -102,12 +102,13 @@ class Loader:
         trusted_objects: Collection[str],
         replicas: SharedReads | None = None,
         delivered: DeliveredDigests | None = None,
+        request_bytes: int | None = None,
     ) -> None:
         self._checkpoint, self._store, self._planner = checkpoint, checkpoint.store, planner
         self._threads, self._trusted_objects = threads, trusted_objects
         self._pool, self._replicas, self._shared_memory = pool, replicas, TargetMemory()
         self._delivered = delivered
-        self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible)
+        self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible, request_bytes)
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:

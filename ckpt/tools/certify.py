@@ -80,6 +80,7 @@ def certify(
         )
         reader.use_ranks(ranks, read_once=read_once)
         reader.record_delivered(delivered)
+        reader.keep_nothing()
         return reader
 
     call = f"certificate of {last_segment(place)}"

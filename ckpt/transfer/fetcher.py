@@ -120,17 +120,24 @@ def read_pieces(
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Reads pieces of files, many at a time, through a staging pool."""
+    """Reads pieces of files, many at a time, through a staging pool.
+
+    Attributes:
+        request_bytes: how much to read at a time; None for what suits the store.
+    """
 
     store: Store
     pool: StagingPool
     when_visible: WhenVisible
+    request_bytes: int | None = None
 
     def run(self, wanted: Iterable[tuple[StoredFile, Iterable[Piece]]], threads: Executor) -> None:
         """Deliver all pieces to their sinks, or raise the first error once no read is running any more.
 
         Reads of a file begin when `wanted` gives it.
         """
+        suitable = self.store.part_size_bytes or transfer_size_bytes(self.store.threads)
+        request_bytes = self.request_bytes or suitable
         requests = (
             (file, request)
             for file, pieces in wanted
@@ -139,7 +146,7 @@ class Fetcher:
                 grid_bytes=file.block_size_bytes,
                 file_bytes=file.size_bytes,
                 gap_bytes=_GAP_BYTES if file.block_crcs is None else file.block_size_bytes // 2,
-                request_bytes=self.store.part_size_bytes or transfer_size_bytes(self.store.threads),
+                request_bytes=request_bytes,
             )
         )
         most = self.store.threads

@@ -22,6 +22,7 @@ from ckpt.errors import ConfigurationError, IntegrityError, LoadFailed, NotFound
 from ckpt.reading.reader import CheckpointReader
 from ckpt.tools.certificate import Certificate, certificate
 from ckpt.tools.certify import certify
+from ckpt.transfer.buffer_pool import StagingPool
 
 LAYOUTS = ("row major", "column major", "view", "channels last", "strided")
 
@@ -253,6 +254,21 @@ def test_loads_that_are_not_recorded_digest_nothing(tmp_path: Path, monkeypatch:
     assert digest(live) == digest(state)
     with pytest.raises(LoadFailed, match="a digest was made"):
         load_recorded(live, url)
+
+
+def test_a_second_reading_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, url = {"w": random_tensor(8 << 20, seed=1)}, str(tmp_path / "c")
+    ckpt.save(state, url, no_dist=True)
+    scratch: list[int] = []
+    allocate = StagingPool._allocate
+
+    def counting(self: StagingPool, nbytes: int) -> memoryview:
+        scratch.append(nbytes)
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(StagingPool, "_allocate", counting)
+    assert certify(state, url, no_dist=True, threads=2).is_exact
+    assert 0 < sum(scratch) <= 8 << 20
 
 
 def test_digests_travel_to_another_process(tmp_path: Path) -> None:
