@@ -90,7 +90,7 @@ class SharedReads(Protocol):
 class Loader:
     """Read a rank's items and give them to its planner; `trusted_objects` as they were stored.
 
-    `delivered` is told of the digests of all that is delivered.
+    `delivered` takes the digests of all that is delivered.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Loader:
     def _region_digest(
         self, item: ReadItem, stored: StoredTensor, memory: torch.Tensor, order: Sequence[int]
     ) -> RegionDigest | None:
-        """Return what is to be told of the bytes of an item; None if nobody asks."""
+        """Return the collector for checksums of an item's bytes; None if digests are off."""
         if self._delivered is None:
             return None
         return self._delivered.region(item, stored.dtype, memory.dtype, order)

@@ -89,7 +89,7 @@ def read_pieces(
     fault: str = "the stored bytes do not match their checksum",
     cuts: Sequence[int] = (),
 ) -> list[CrcPiece]:
-    """Do what `read_verified` does, and return the checksums of pieces, which end with a block or at one of `cuts`.
+    """Read as `read_verified` does, and return the checksums of pieces, which end with a block or at one of `cuts`.
 
     With `cuts` there are some of a file without checksums too: of its bytes as they came.
     """
@@ -123,7 +123,7 @@ class Fetcher:
     """Reads pieces of files, many at a time, through a staging pool.
 
     Attributes:
-        request_bytes: how much to read at a time; None for what suits the store.
+        request_bytes: how much to read at a time; None for the size that suits the store.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""Certificates of honest loads are exact, whatever was loaded and however; what one says, and that it costs others nothing."""
+"""Certificates of honest loads are exact, whatever was loaded and however; their text; loads that are not recorded pay nothing."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_digests_travel_to_another_process(tmp_path: Path) -> None:
     assert certificate(live, delivered).is_exact
 
 
-# -- what a certificate says -------------------------------------------------------------------------------
+# -- the text of a certificate -------------------------------------------------------------------------------
 
 
 def test_a_certificate_says_what_it_found() -> None:
