@@ -288,8 +288,10 @@ class Loader:
             raise self._fault(info, f"{fqn!r}: {error}") from error
         if self._delivered is not None and (dense := plain(tensor)) is not None:
             self._delivered.add_tensor(item, dense, target.given.dtype)
-        with torch.no_grad():
-            target.given.copy_(tensor)
+        take = getattr(self._planner, "take_tensor", None)  # of a class that a dense target would lose
+        if take is None or not take(item, tensor):
+            with torch.no_grad():
+                target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
 
     def _untransformed(self, item: ReadItem, info: StorageInfo, data: bytearray, max_bytes: int) -> bytearray:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt.errors import LoadFailed
 from ckpt.load_plans.local import local_plan
@@ -130,6 +131,18 @@ class StateLoadPlanner(DefaultLoadPlanner):
         self.state_dict = flatten_sharded_tensors(state_dict) if is_nested else dict(state_dict)
         self.mappings = {}
         self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def take_tensor(self, item: ReadItem, tensor: torch.Tensor) -> bool:
+        """Take a tensor of a class of its own, such as one of few bits, in place of a target that was made for it."""
+        name = item.dest_index.fqn
+        if (
+            type(tensor) is torch.Tensor
+            or name not in self.targets.made
+            or not isinstance(self.state_dict[name], torch.Tensor)
+        ):
+            return False
+        self.state_dict[name] = tensor
+        return True
 
     def create_local_plan(self) -> LoadPlan:
         return local_plan(self)
