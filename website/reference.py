@@ -23,7 +23,9 @@ PUBLIC_MODULES = (
     f"{_T}.keeping",
     f"{_T}.saving",
     f"{_T}.events",
-    f"{_T}.training_state",
+    "ckpt.options",
+    "ckpt.ops",
+    "ckpt.state",
     f"{_T}.dataloader",
     f"{_T}.dataset",
     f"{_T}.sources",
@@ -69,7 +71,8 @@ PAGES: Mapping[str, ReferencePage] = {
         "times in seconds. Tensors keep shape and dtype; a load fills the tensors that you pass, in place.",
         (
             "ckpt.save", "ckpt.load", "ckpt.async_save", "ckpt.SaveFuture", "ckpt.frozen", "ckpt.install", "ckpt.uninstall",
-            "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager", "ckpt.Checks",
+            "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager", "ckpt.Checks", "ckpt.per_rank", "ckpt.options",
+            "ckpt.state",
         ),
     ),
     "manager": ReferencePage(
@@ -77,7 +80,7 @@ PAGES: Mapping[str, ReferencePage] = {
         "Decides when to save, what to keep and where to go on. The guide: [in the trainer](../trainer.md).",
         (
             "ckpt.CheckpointManager", f"{_T}.run.restore.Restored", f"{_T}.saving", f"{_T}.keeping",
-            f"{_T}.training_state", "ckpt.LocalTier",
+            "ckpt.LocalTier", "ckpt.ops", "ckpt.tools.certificate.Certificate",
         ),
     ),
     "events": ReferencePage(

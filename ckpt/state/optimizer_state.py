@@ -208,7 +208,7 @@ class OptimizerState:
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""
-        loaded = self._stored_groups(values)
+        loaded = _stored_groups(self._part, values)
         for plan in self._plans:
             state: dict[Name, Any] = {}
             for name, stored in plan.found.items():
@@ -238,12 +238,6 @@ class OptimizerState:
                 values = self._part.below((_STATE, stored))
                 found |= {value.name: _member(own[_STATE].get(name), path) for path, value in values.items()}
         return found
-
-    def _stored_groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        below = self._part.below((_GROUPS,))
-        leaves = {path: values[value.name] for path, value in below.items()}
-        groups = build(leaves, self._part.structure((_GROUPS,)), None, f"{self._part.name}.{_GROUPS}")
-        return groups if isinstance(groups, list) else []
 
     def check_groups(self, state: Mapping[str, Any]) -> None:
         """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
@@ -388,6 +382,12 @@ def _names(model: ModelState | None, parameters: Sequence[torch.Tensor]) -> list
             )
         names.append(name)
     return names
+
+
+def _stored_groups(part: StoredPart, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    leaves = {path: values[value.name] for path, value in part.below((_GROUPS,)).items()}
+    groups = build(leaves, part.structure((_GROUPS,)), None, f"{part.name}.{_GROUPS}")
+    return groups if isinstance(groups, list) else []
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:
