@@ -7,7 +7,7 @@ PEERS := benchmarks/.venv-peers
 MLPERF := benchmarks/.venv-mlperf
 DOCS := website/.venv
 
-# The fault campaign: how often each class of faults is drawn, and from which seed on.
+# The fault campaign: how often each class of faults is drawn, and from which seed on; the seed of the law of states.
 ROUNDS ?= 5
 SEED ?= 0
 
@@ -22,7 +22,7 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-adapters test-browser test-faults wheel demo docs screens bench bench-adapters bench-full bench-mlperf check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-law test-adapters test-browser test-faults wheel demo docs screens bench bench-adapters bench-full bench-mlperf check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-integration: $(VENV)/ready  ## Run on real storage systems, installed by ro
 
 test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, from SEED on.
 	PYTHONPATH=tests $(RUN)/python -m faults.campaign --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
+
+test-law: $(VENV)/ready  ## Try all pairs of wrapper, optimizer, parts, phase, ranks and way of saving (SEED= draws others).
+	LAW_COMBINATIONS=all LAW_SEED=$(SEED) $(PYTEST) --dist worksteal tests/trainer/test_law_of_states.py
 
 # The frameworks disagree about versions: each has an environment of its own (tests/adapters/<host>.txt).
 HOSTS ?=

@@ -8,22 +8,32 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import options_dict
+from ckpt.collective import load_by
 from ckpt.dcp_storage import DcpStorage
+from ckpt.format.fqns import STRUCTURE
+from ckpt.options import LoadOptions
+from ckpt.ranks.group import Ranks
 from ckpt.reading.reader import CheckpointReader, check_trusted
+from ckpt.state.load_planner import StateLoadPlanner
+from ckpt.state.state_parts import values_to_save
 from ckpt.torch_private import (
+    CALL_MODULES,
     DEFAULT_STAGER,
     EXECUTE_SAVE,
     STAGER_MODULE,
@@ -40,6 +50,10 @@ _logger = logging.getLogger(__name__)
 _stock_choice: Callable[..., Any] = getattr(STORAGE_SETUP_MODULES[0], STORAGE_SETUP)
 _stock_stager: type = getattr(STAGER_MODULE, DEFAULT_STAGER)
 _stock_execute_save: Callable[..., Metadata] = getattr(ProcessExecutor, EXECUTE_SAVE)
+_stock_calls: dict[str, Callable[..., Any]] = {
+    name: next(getattr(module, name) for module in CALL_MODULES if hasattr(module, name))
+    for name in ("save", "async_save", "load")
+}
 _stock_kinds: set[type] = set()
 """The classes that `install` takes over."""
 
@@ -78,6 +92,10 @@ def install(
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, functools.partial(_choose, _settings))
     setattr(STAGER_MODULE, DEFAULT_STAGER, InstalledStager)
+    for name, make in (("save", _saving), ("async_save", _saving), ("load", _loading)):
+        for module in CALL_MODULES:
+            if hasattr(module, name):
+                setattr(module, name, make(_settings, _stock_calls[name]))
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(functools.partial(_execute_save, _settings)))
     for stock in (FileSystemWriter, FileSystemReader, *fsspec_storage()):
         if stock not in _stock_kinds:
@@ -94,6 +112,10 @@ def uninstall() -> None:
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, _stock_choice)
     setattr(STAGER_MODULE, DEFAULT_STAGER, _stock_stager)
+    for name, call in _stock_calls.items():
+        for module in CALL_MODULES:
+            if hasattr(module, name):
+                setattr(module, name, call)
     COMMON_MEMORY.clear()
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(_stock_execute_save))
     _settings = None
@@ -184,6 +206,55 @@ def _choose(settings: _Settings, storage: Any, checkpoint_id: Any, reader: bool 
         _log_once(logging.INFO, f"{call} with a checkpoint_id in {_caller()} are taken over")
         return kind(checkpoint_id, **settings.arguments(kind, checkpoint_id, {}))
     return _stock_choice(storage, checkpoint_id, reader)
+
+
+def _saving(settings: _Settings, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what `dcp.save` and `dcp.async_save` are meanwhile: parts are saved with the structure that they have."""
+
+    @functools.wraps(stock)
+    def save(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            not args
+            and kwargs.get("planner") is None
+            and _has_parts(state_dict)
+            and STRUCTURE not in state_dict
+        ):
+            writer = kwargs.get("storage_writer")
+            if isinstance(writer, DcpStorage) or (writer is None and kwargs.get("checkpoint_id")):
+                state_dict, _ = values_to_save(state_dict)
+        return stock(state_dict, *args, **kwargs)
+
+    return save
+
+
+def _loading(settings: _Settings, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what `dcp.load` is meanwhile: parts get back what the checkpoint has of them, not what they had."""
+
+    @functools.wraps(stock)
+    def load(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        reader, place = kwargs.get("storage_reader"), kwargs.get("checkpoint_id")
+        if args or kwargs.get("planner") is not None or not _has_parts(state_dict):
+            return stock(state_dict, *args, **kwargs)
+        if reader is None and place:
+            reader = _choose(settings, None, place, reader=True)
+        if not isinstance(reader, CheckpointReader):
+            return stock(state_dict, *args, **kwargs)
+        if place:
+            reader.reset(place)
+        planner = StateLoadPlanner(LoadOptions(), takes_any_plain=True)
+        ranks = Ranks(kwargs.get("process_group"), no_dist=kwargs.get("no_dist", False))
+        with closing(ranks):
+            load_by(state_dict, reader.checkpoint_id, planner, lambda _: reader, ranks)
+        return None
+
+    return load
+
+
+def _has_parts(state_dict: object) -> bool:
+    """Tell whether there are values that make and take a state of their own."""
+    return isinstance(state_dict, Mapping) and any(
+        not isinstance(value, torch.Tensor) and isinstance(value, Stateful) for value in state_dict.values()
+    )
 
 
 def _execute_save(settings: _Settings, **arguments: Any) -> Metadata:

@@ -27,7 +27,7 @@ TENSOR_SHARD = "__get_tensor_shard__"
 FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """Of DCP's protocol `CheckpointableTensor`, which torch has from 2.14 on. It wants all four."""
 
-_FIELD = "global_offsets"
+FIELD = "global_offsets"
 """The one that is looked for: no other meaning of this name is known."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -41,13 +41,8 @@ def has_geometry(tensor: Any) -> bool:
         own = type(tensor)
         is_overridden = own is not DTensor and _method(own, WRITE_ITEMS) is not _method(DTensor, WRITE_ITEMS)
         return is_overridden or is_hooked(tensor) or has_geometry(local_tensor(tensor))
-    return plans_itself(tensor) or hasattr(tensor, TENSOR_SHARD)
-
-
-def plans_itself(value: Any) -> bool:
-    """Tell whether a value that is no DTensor says by itself which chunks it has."""
     # Not by `vars`, which would give each tensor a dict: there can be very many.
-    return hasattr(value, WRITE_ITEMS) or hasattr(value, _FIELD)
+    return hasattr(tensor, WRITE_ITEMS) or hasattr(tensor, FIELD) or hasattr(tensor, TENSOR_SHARD)
 
 
 def is_hooked(tensor: DTensor) -> bool:
@@ -63,13 +58,13 @@ def loses_geometry(tensor: torch.Tensor) -> bool:
     """
     kind = type(tensor)
     if kind in _PLAIN:  # first of all, as nearly all are
-        return hasattr(tensor, WRITE_ITEMS) or hasattr(tensor, _FIELD) or hasattr(tensor, TENSOR_SHARD)
+        return hasattr(tensor, WRITE_ITEMS) or hasattr(tensor, FIELD) or hasattr(tensor, TENSOR_SHARD)
     if isinstance(tensor, DTensor):
         is_own = has_geometry(tensor) if kind is not DTensor else is_hooked(tensor)
         return is_own or loses_geometry(local_tensor(tensor))
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return has_geometry(tensor)
-    return not {WRITE_ITEMS, TENSOR_SHARD, _FIELD}.isdisjoint(vars(tensor))
+    return not {WRITE_ITEMS, TENSOR_SHARD, FIELD}.isdisjoint(vars(tensor))
 
 
 def _method(kind: type, name: str) -> object:
@@ -127,7 +122,7 @@ class Geometry:
                     for item in items
                     if item.index.fqn == name
                 }
-                fields = {each: _numbers(getattr(tensor, each)) for each in FIELDS if hasattr(tensor, each)}
+                fields = _own_fields(tensor)
             except Exception as error:
                 text = f"the chunks that {name!r} gives by its own hooks or fields cannot be found out"
                 raise CheckpointError(f"{text}: {type(error).__name__}: {error}") from error
@@ -277,9 +272,15 @@ def _own_chunk(chunk: ChunkStorageMetadata) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
+def _own_fields(tensor: torch.Tensor) -> dict[str, Any]:
+    """Copy the fields of a tensor, if it has all: one alone may mean something else."""
+    fields = {name: getattr(tensor, name) for name in FIELDS if hasattr(tensor, name)}
+    return {name: _numbers(value) for name, value in fields.items()} if len(fields) == len(FIELDS) else {}
+
+
 def _numbers(value: Any) -> Any:
-    """Copy a shape or offset, or a list of them."""
-    return int(value) if isinstance(value, int) else tuple(map(_numbers, value))
+    """Copy a shape or offset, or a sequence of them; leave alone what is none."""
+    return tuple(map(_numbers, value)) if isinstance(value, list | tuple) else value
 
 
 def _key(items: Iterable[WriteItem], name: str) -> Hashable:

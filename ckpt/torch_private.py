@@ -52,6 +52,9 @@ STORAGE_SETUP = "_storage_setup"
 STORAGE_SETUP_MODULES = (_storage_utils, state_dict_saver, state_dict_loader)
 """They hold `STORAGE_SETUP`: the first defines it, the others import it by name."""
 
+CALL_MODULES = (torch.distributed.checkpoint, state_dict_saver, state_dict_loader)
+"""They hold `save`, `async_save` and `load`: the first for programs, the others define them, and call them by name."""
+
 DEFAULT_STAGER = "DefaultStager"
 """The class of which `dcp.async_save`, in `STAGER_MODULE`, makes a stager when it is given none."""
 

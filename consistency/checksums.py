@@ -77,7 +77,7 @@ class CheckedBuffers(WatchedBuffers):
 
     Args:
         cuts: places in the bytes, in order; blocks are computed in pieces that end there, so that the
-            CRC of what lies between two cuts can be had too.
+            CRC of the bytes between two cuts is known too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Note digests of what a load delivers: of each region of a tensor, and of each object, as it is stored and was verified."""
+"""Record digests of delivered bytes: of each region of a tensor and of each object, as it is stored and was verified."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ class DeliveredObject:
     value: bytes | None = None
 
     def see(self, value: Any) -> None:
-        """Note what was unpickled."""
+        """Record the digest of the unpickled object."""
         self.value = digest_or_none(value)
 
 
 class DeliveredDigests:
-    """The digests of what loads of one checkpoint delivered on this rank, by the names of the targets.
+    """The digests of all that loads of one checkpoint delivered on this rank, by the names of the targets.
 
     Attributes:
         url: of the checkpoint, without credentials.
-        stored: what the checkpoint has, by name.
+        stored: the entries of the checkpoint, by name.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class DeliveredDigests:
         self._sources: dict[str, str] = {}
 
     def begin(self, url: str, identity: str, metadata: Metadata) -> None:
-        """Begin a load; what loads of another checkpoint delivered does not count any more."""
+        """Begin a load; digests of another checkpoint are dropped."""
         if identity == self._identity and url == self.url:
             return
         self.url, self._identity = url, identity
@@ -99,7 +99,7 @@ class DeliveredDigests:
     def region(
         self, item: ReadItem, dtype: torch.dtype, target_dtype: torch.dtype, order: Sequence[int]
     ) -> RegionDigest:
-        """Note that an item is read; return what is to be told of its bytes. It replaces an earlier read of the same."""
+        """Add a region; return the collector for checksums of its bytes. It replaces an earlier read of the same region."""
         begin = item.dest_index.offset or (0,) * len(item.lengths)
         begin = tuple(b + o for b, o in zip(begin, item.dest_offsets, strict=True))
         elements = math.prod(item.lengths)
@@ -121,13 +121,13 @@ class DeliveredDigests:
             digest.add_cast(0, data.nbytes, crc64nvme(data))
 
     def object(self, item: ReadItem, data: bytes | bytearray) -> DeliveredObject:
-        """Note an object, by its pickle; what is unpickled of it is to be told."""
+        """Add an object, by its pickle; its `see` takes the unpickled object."""
         delivered = self._objects[item.dest_index.fqn] = DeliveredObject(crc64nvme(data))
         self._sources[item.dest_index.fqn] = item.storage_index.fqn
         return delivered
 
     def kind_of(self, fqn: str) -> StoredKind | None:
-        """Return what the checkpoint has for a name; None if that is nothing."""
+        """Return the kind of the stored entry of a name; None if the checkpoint lacks it."""
         return self.stored.get(self._sources.get(fqn, fqn))
 
     def regions(self, fqn: str) -> list[DeliveredRegion]:
@@ -136,17 +136,17 @@ class DeliveredDigests:
         return [region for region in regions if region.digest.crc64nvme() is not None]
 
     def object_at(self, fqn: str) -> DeliveredObject | None:
-        """Return what is known of an object; None if it was not delivered."""
+        """Return the digests of an object; None if it was not delivered."""
         return self._objects.get(fqn)
 
     def left_over(self, names: Iterable[str]) -> list[str]:
-        """List what the checkpoint has and none of `names` is, or was read from."""
+        """List the stored entries that none of `names` is, or was read from."""
         live = {self._sources.get(name, name) for name in names}
         return sorted(self.stored.keys() - live)
 
 
 def digest_or_none(value: Any) -> bytes | None:
-    """Return the digest of an object; None if it has none, as it cannot be pickled or holds what is not dense."""
+    """Return the digest of an object; None if it has none, as it cannot be pickled or holds tensors that are not dense."""
     with contextlib.suppress(Exception):
         return value_digest(value)
     return None

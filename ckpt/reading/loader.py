@@ -91,7 +91,7 @@ class SharedReads(Protocol):
 class Loader:
     """Read a rank's items and give them to its planner; `trusted_objects` as they were stored.
 
-    `delivered` is told of the digests of all that is delivered.
+    `delivered` takes the digests of all that is delivered.
     """
 
     def __init__(
@@ -103,12 +103,13 @@ class Loader:
         trusted_objects: Collection[str],
         replicas: SharedReads | None = None,
         delivered: DeliveredDigests | None = None,
+        request_bytes: int | None = None,
     ) -> None:
         self._checkpoint, self._store, self._planner = checkpoint, checkpoint.store, planner
         self._threads, self._trusted_objects = threads, trusted_objects
         self._pool, self._replicas, self._shared_memory = pool, replicas, TargetMemory()
         self._delivered = delivered
-        self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible)
+        self._fetcher = Fetcher(checkpoint.store, pool, checkpoint.when_visible, request_bytes)
         self._filled: Mapping[MetadataIndex, Box | None] = {}
 
     def run(self, items: Sequence[ReadItem]) -> None:
@@ -175,7 +176,7 @@ class Loader:
     def _region_digest(
         self, item: ReadItem, stored: StoredTensor, memory: torch.Tensor, order: Sequence[int]
     ) -> RegionDigest | None:
-        """Return what is to be told of the bytes of an item; None if nobody asks."""
+        """Return the collector for checksums of an item's bytes; None if digests are off."""
         if self._delivered is None:
             return None
         return self._delivered.region(item, stored.dtype, memory.dtype, order)
@@ -287,8 +288,10 @@ class Loader:
             raise self._fault(info, f"{fqn!r}: {error}") from error
         if self._delivered is not None and (dense := plain(tensor)) is not None:
             self._delivered.add_tensor(item, dense, target.given.dtype)
-        with torch.no_grad():
-            target.given.copy_(tensor)
+        take = getattr(self._planner, "take_tensor", None)  # of a class that a dense target would lose
+        if take is None or not take(item, tensor):
+            with torch.no_grad():
+                target.given.copy_(tensor)
         self._planner.commit_tensor(item, target.given)
 
     def _untransformed(self, item: ReadItem, info: StorageInfo, data: bytearray, max_bytes: int) -> bytearray:

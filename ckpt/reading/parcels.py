@@ -98,7 +98,7 @@ class TensorParcel(Parcel):
         offsets, target: the region, and where this rank wants it; of one shape.
         commit: called when all of it is there.
         is_whole: the region is the whole tensor, of which the item's frame is checked too.
-        digest: is told of the checksums of what is taken, in row-major order.
+        digest: takes the checksums of all bytes, in row-major order.
     """
 
     commit: Callable[[], None]
@@ -138,7 +138,7 @@ class TensorParcel(Parcel):
     def _put(self, start: int, data: memoryview) -> None:
         cast_note = None
         if self.digest is not None:
-            # Here too: what came from another rank was verified on its way by a checksum of much more.
+            # Bytes of another rank were verified on their way by the checksum of a whole part.
             self.digest.add(start, data.nbytes, crc64nvme(data))
             cast_note = self.digest.add_cast
         FlatSink(self.target, self.stored.dtype, cast_note).deliver(start, data)

@@ -35,6 +35,8 @@ from ckpt.transfer.tied_tensors import tied_names
 _FEW_RANKS, _FEW_ITEMS, _FEW_FILES = 64, 64, 2
 """Of a load whose ranks may each read for themselves; items and files of a rank."""
 
+_STEP_BYTES = 2 << 20
+
 
 class CheckpointReader(DcpStorage, StorageReader):
     """Reads a committed checkpoint, or one of stock PyTorch, and runs no code from it unless told to.
@@ -94,6 +96,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._failure: CheckpointError | None = None
         self._replicas: SharedReads | None = None
         self._delivered: DeliveredDigests | None = None
+        self._request_bytes: int | None = None
 
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 
@@ -236,6 +239,10 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._delivered = delivered or self._delivered or DeliveredDigests()
         return self._delivered
 
+    def keep_nothing(self) -> None:
+        """Read files in small steps, for loads into tensors without memory: the scratch then stays in a cache."""
+        self._request_bytes = None if "://" in self.checkpoint_id else _STEP_BYTES
+
     def check_identities(self, identities: Collection[str]) -> None:
         """Raise CommitConflict if the ranks opened several checkpoints."""
         if len(identities) > 1:
@@ -279,7 +286,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         if delivered is not None:
             delivered.begin(checkpoint.store.url, checkpoint.identity, checkpoint.metadata)
         with workers(self._store.threads, "ckpt-read") as threads:
-            options = self._trusted_objects, self._replicas, delivered
+            options = self._trusted_objects, self._replicas, delivered, self._request_bytes
             Loader(checkpoint, planner, self._pool, threads, *options).run(plan.items)
         note_loaded(checkpoint.store.url, checkpoint.commit)
         if torch.accelerator.is_available():

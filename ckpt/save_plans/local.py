@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ckpt.format.columns import Integers
 from ckpt.format.dtypes import dtype_name
 from ckpt.gc_pause import no_gc
-from ckpt.geometry import attached, is_hooked, plans_itself
+from ckpt.geometry import FIELD, WRITE_ITEMS, attached
 from ckpt.save_plans.rules import WHOLE, Rule, box_at
 from ckpt.save_plans.sections import OBJECT, Held, Path, digest_of, encode_section, make_sections
 from ckpt.save_plans.unplannable import tensors_named
@@ -219,9 +219,9 @@ def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
             kind = type(value)
             if kind is DTensor:
                 local, spec = local_tensor(value), spec_of(value)
-                if type(local) not in _PLAIN or is_hooked(value):
+                if type(local) not in _PLAIN or WRITE_ITEMS in value.__dict__:
                     return None
-                if plans_itself(local):
+                if hasattr(local, WRITE_ITEMS):
                     if (geometry := attached(local)) is None:
                         return None
                     seen.append(geometry.key)
@@ -230,12 +230,12 @@ def _signature(planner: DefaultSavePlanner) -> list[Any] | None:
                     local.dtype, local.layout, local.requires_grad,
                 )  # fmt: skip
             elif kind in _PLAIN:
-                if plans_itself(value):
+                if hasattr(value, WRITE_ITEMS) or hasattr(value, FIELD):
                     if (geometry := attached(value)) is None:
                         return None
                     seen.append(geometry.key)
                 seen += (kind, name, value.dtype, value.shape, value.requires_grad, value.layout)
-            elif isinstance(value, torch.Tensor) or plans_itself(value):
+            elif isinstance(value, torch.Tensor) or hasattr(value, WRITE_ITEMS):
                 return None
             else:
                 seen += (None, name)

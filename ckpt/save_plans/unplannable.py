@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError
-from ckpt.torch_private import ShardedTensor
+from ckpt.torch_private import ShardedTensor, plain_attributes
 
 
 @contextlib.contextmanager
@@ -47,9 +47,11 @@ def fault_of(tensor: torch.Tensor) -> str | None:
         tensor.size()
         TensorProperties.create_from_tensor(tensor)
     except Exception as error:
-        if tensor.layout is not torch.strided:
-            return layout_fault(tensor.layout)
-        if tensor.is_nested:
+        with plain_attributes():
+            layout, is_nested = tensor.layout, tensor.is_nested
+        if layout is not torch.strided:
+            return layout_fault(layout)
+        if is_nested:
             return "is a nested tensor, which has no shape to plan by; save its parts as tensors of their own"
         kind = type(tensor)
         return (

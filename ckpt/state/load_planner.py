@@ -8,14 +8,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt.errors import LoadFailed
 from ckpt.load_plans.local import local_plan
 from ckpt.options import LoadOptions
 from ckpt.state.model_state import ModelState
+from ckpt.state.parts import PlainValue
 from ckpt.state.per_rank import PerRank, own_part
 from ckpt.state.random_state import RandomState
 from ckpt.state.state_parts import Part, part_of, sorted_names
@@ -33,14 +35,17 @@ class StateLoadPlanner(DefaultLoadPlanner):
         options: of the load.
         restores: the program's own run is restored: parts that are not asked for are named as a warning, and digests of
             all that is delivered are kept in `delivered`.
+        takes_any_plain: as for DCP, a plain dict of the caller's need not have all that the checkpoint has of it.
     """
 
     fills_all = True  # `ckpt.reading.coverage` checks it
 
-    def __init__(self, options: LoadOptions | None = None, *, restores: bool = False) -> None:
+    def __init__(
+        self, options: LoadOptions | None = None, *, restores: bool = False, takes_any_plain: bool = False
+    ) -> None:
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
         self.options = options or LoadOptions()
-        self._restores = restores
+        self._restores, self._takes_any_plain = restores, takes_any_plain
         self._parts: dict[str, Part] = {}
         self._targets: Targets | None = None
         self.delivered: Any = None
@@ -74,6 +79,11 @@ class StateLoadPlanner(DefaultLoadPlanner):
     def _plan(self, state_dict: dict[str, Any], targets: Targets) -> None:
         self._parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
         plan_parts(self._parts, targets)
+        if self._takes_any_plain:
+            plain = [name for name, part in self._parts.items() if isinstance(part, PlainValue)]
+            targets.asked |= {
+                each.name for name in plain for each in targets.stored.part(name).values.values()
+            }
         targets.settle_missing()
         self.missing = tuple(targets.missing)
 
@@ -121,6 +131,18 @@ class StateLoadPlanner(DefaultLoadPlanner):
         self.state_dict = flatten_sharded_tensors(state_dict) if is_nested else dict(state_dict)
         self.mappings = {}
         self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def take_tensor(self, item: ReadItem, tensor: torch.Tensor) -> bool:
+        """Take a tensor of a class of its own, such as one of few bits, in place of a target that was made for it."""
+        name = item.dest_index.fqn
+        if (
+            type(tensor) is torch.Tensor
+            or name not in self.targets.made
+            or not isinstance(self.state_dict[name], torch.Tensor)
+        ):
+            return False
+        self.state_dict[name] = tensor
+        return True
 
     def create_local_plan(self) -> LoadPlan:
         return local_plan(self)

@@ -21,7 +21,7 @@ from ckpt.state.model_state import ModelState
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, structure_of
 from ckpt.state.targets import Targets, shortened
-from ckpt.torch_private import has_load_hooks
+from ckpt.torch_private import ShardedTensor, has_load_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -516,7 +516,8 @@ def _tensor_bytes(values: Any) -> int:
 
 
 def _is_meta(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.is_meta
+    """Tell whether a parameter has no memory; FSDP1's have, and a rank that holds none of one cannot be asked."""
+    return isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor) and tensor.is_meta
 
 
 def _not_optimizers(value: object) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.fqns import STRUCTURE, Path
-from ckpt.geometry import has_geometry, plans_itself
+from ckpt.geometry import has_geometry
 from ckpt.ranks.group import Ranks
 from ckpt.state.state_parts import Description, texts_of
 from ckpt.state.structure import Structure, leaves, name_of, structure_of
@@ -116,7 +116,7 @@ class _Digests:
 
     def _of(self, name: str, value: Any) -> Iterator[tuple[str, int, bool]]:
         if not isinstance(value, torch.Tensor):
-            if not isinstance(value, ShardedTensor) and not _is_part(value):
+            if not isinstance(value, ShardedTensor) and not has_geometry(value):
                 yield name, _digest(value), False
             return
         if isinstance(value, DTensor):
@@ -124,11 +124,11 @@ class _Digests:
             if mesh.size() == torch.distributed.get_world_size() or mesh.get_coordinate() is None:
                 return
             local = local_tensor(value)
-            if not _is_part(local):
+            if not has_geometry(local):
                 chunk = create_chunk_list(value)[0]
                 place = f"{name}@{tuple(value.shape)}{tuple(chunk.offsets)}"
                 yield place, self._tensor(local), True
-        elif not _is_part(value):
+        elif not has_geometry(value):
             yield name, self._tensor(value), False
 
     def _tensor(self, tensor: torch.Tensor) -> int:
@@ -149,11 +149,6 @@ class _Digests:
                 tensor = tensor.resolve_conj().resolve_neg().contiguous()
         # Not by way of NumPy: a tensor that has shown its memory to it cannot be resized any more.
         return xxhash.xxh3_64_intdigest(memory_of(tensor), seed=xxhash.xxh32_intdigest(facts))
-
-
-def _is_part(value: Any) -> bool:
-    """Tell whether a value says by itself which chunks of a larger tensor it has: each rank has its own."""
-    return has_geometry(value) if isinstance(value, torch.Tensor) else plans_itself(value)
 
 
 def _sample(tensor: torch.Tensor, call: int) -> torch.Tensor:

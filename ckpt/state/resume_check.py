@@ -45,7 +45,7 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
     except CheckpointError as error:
         raise ConfigurationError(_refused(error.message)) from None
     targets.settle_missing()
-    faults = [*targets.faults]
+    faults = [*targets.faults, *_of_refused_classes(values)]
     if targets.missing:
         faults.append(f"the program wants {shortened(targets.missing)}, which this save would not have")
     below = {value.name for name in parts for value in stored.part(name).values.values()}
@@ -53,6 +53,18 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
         faults.append(f"the program would have no place for {shortened(left_over)}")
     if faults:
         raise ConfigurationError(_refused("; ".join(faults[:5])))
+
+
+def _of_refused_classes(values: Mapping[str, Any]) -> Iterator[str]:
+    """Name tensors of the program's own classes that a load would refuse to make."""
+    for name, value in _values(values):
+        kind = type(value)
+        is_own = isinstance(value, torch.Tensor) and kind.__module__.partition(".")[0] != "torch"
+        if is_own and kind not in torch.serialization.get_safe_globals():
+            yield (
+                f"{name!r} is a {kind.__module__}.{kind.__qualname__}, which a load makes only after "
+                "torch.serialization.add_safe_globals has declared the class"
+            )
 
 
 def _refused(reason: str) -> str:

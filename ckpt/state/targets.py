@@ -57,6 +57,7 @@ class Targets:
         faults: what cannot be loaded, and why.
         after: what to do when the bytes are there, before parts take their values.
         likes: the parameters of the models by name, for values that the program does not have yet.
+        made: names whose targets were made as they are stored: what is loaded may stand for them.
         resized, cast: names whose shape or dtype differs.
         replaced: parameters that were on the meta device, by `id`, and those in their place.
     """
@@ -72,6 +73,7 @@ class Targets:
     faults: list[str] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     likes: dict[str, torch.Tensor] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
     resized: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     replaced: dict[int, torch.nn.Parameter] = field(default_factory=dict)
@@ -176,7 +178,9 @@ class Targets:
             return
         if _is_same_kind(live, value, like):
             self.values[value.name] = live
-        elif like is not None and value.shape and global_shape(like) == value.shape:
+            return
+        self.made.add(value.name)
+        if like is not None and value.shape and global_shape(like) == value.shape:
             self.values[value.name] = empty_like(like, value.dtype)
         else:
             self.values[value.name] = torch.empty(value.shape, dtype=value.dtype, device=device)

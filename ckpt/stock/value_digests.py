@@ -27,7 +27,7 @@ def value_digest(value: Any) -> bytes:
 
 
 class _Walk:
-    """The walk over one object; what it has digested stays alive, so that no other part takes its id."""
+    """The walk over one object; digested parts stay alive, so that no other part takes their ids."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, bytes]] = {}
@@ -42,7 +42,7 @@ class _Walk:
         return digest
 
     def _parts(self, value: Any) -> Iterable[bytes]:
-        """List what is to be hashed of a value, apart from its type."""
+        """List the bytes of a value to hash, apart from its type."""
         plain = _plain(value)
         if plain is not None:
             return [plain]

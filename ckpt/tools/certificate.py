@@ -1,4 +1,4 @@
-"""Certify that a live state is what a checkpoint holds, bit for bit, or say where it is not."""
+"""Certify that a live state equals a checkpoint bit for bit, or list the names that differ."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Certificate:
         resized: tensors of another size than stored.
         different: names whose bytes, or objects whose values, are not those that were loaded.
         missing: names that the state has, and the checkpoint lacks.
-        left_over: names that the checkpoint has, and nobody has read.
+        left_over: names that the checkpoint has, and the state lacks on every rank.
         untouched: names of which some part was not loaded, or has no memory.
-        unchecked: names of which this cannot be said, such as tensors that were sharded anew after the load.
+        unchecked: names that cannot be compared, such as tensors that were resharded after the load.
         tensors, objects: how many of each were compared: of several ranks together.
         compared_bytes: of tensors, as they are live.
         took_s: how long the comparison took, on the slowest rank.
@@ -68,7 +68,7 @@ class Certificate:
         return not any(self._lists().values())
 
     def join(self, other: Certificate) -> Certificate:
-        """Return the certificate of both ranks: what one of them found, and what neither of them has read."""
+        """Return the certificate of both ranks: findings of either, and names that both leave over."""
         own, others = self._lists(), other._lists()
         lists: dict[str, Any] = {name: tuple(sorted({*own[name], *others[name]})) for name in own}
         lists["left_over"] = tuple(sorted({*self.left_over} & {*other.left_over}))
@@ -112,7 +112,7 @@ class Certificate:
         return ", ".join(figures)
 
     def _shown(self) -> list[tuple[str, str]]:
-        """List what was found, each with its names, of many the first."""
+        """List the findings, each with its names, of many the first."""
         shown = []
         for kind, names in self._lists().items():
             if not names:
@@ -125,7 +125,7 @@ class Certificate:
 
 
 def certificate(live: Mapping[str, Any], delivered: DeliveredDigests) -> Certificate:
-    """Compare a live state with what a load delivered: this rank's part of it.
+    """Compare this rank's part of a live state with the delivered digests.
 
     No storage is read, and nothing of the state is changed: each byte is read once, where it is.
 

@@ -53,7 +53,7 @@ def certify(
 ) -> Certificate:
     """Compare a live state with a checkpoint, on all ranks that hold parts of it; they need not be those that saved.
 
-    Each rank reads what it holds, verified, into scratch that is used again and again; replicas read it once. Nothing of
+    Each rank reads its own regions, verified, into scratch that is reused; replicas read them once. Nothing of
     the state is changed. The arguments are those of `ckpt.load`. All ranks return the same certificate.
 
     Raises:
@@ -74,6 +74,7 @@ def certify(
         )
         reader.use_ranks(ranks, read_once=read_once)
         reader.record_delivered(delivered)
+        reader.keep_nothing()
         return reader
 
     call = f"certificate of {last_segment(place)}"
@@ -88,7 +89,7 @@ def certify(
 
 
 class _Planner(StateLoadPlanner):
-    """Plan to read what the chunks of a state need, into tensors without memory."""
+    """Plan to read the regions that the chunks of a state need, into tensors without memory."""
 
     def __init__(self, options: LoadOptions) -> None:
         super().__init__(options)
@@ -105,7 +106,7 @@ class _Planner(StateLoadPlanner):
         """Leave the state as it is."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan what can be compared: names that the checkpoint has, of the kind and size that it has."""
+        """Plan all that can be compared: names that the checkpoint has, of the kind and size that it has."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, value in self.state_dict.items():
@@ -128,7 +129,7 @@ class _Planner(StateLoadPlanner):
                     self._without_memory[name, chunk.offsets] = target
                     chunks.append(chunk)
         except (ValueError, RuntimeError, NotImplementedError):
-            return []  # the comparison says what is the matter
+            return []  # the comparison reports it
         if isinstance(stored.chunks, Chunks):
             return read_items(name, stored.chunks.tensor, chunks)
         return create_read_items_for_chunk_list(name, stored, chunks)

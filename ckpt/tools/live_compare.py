@@ -1,4 +1,4 @@
-"""Compare a live state with the digests of what a load delivered, name by name, region by region."""
+"""Compare a live state with delivered digests, name by name, region by region."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Check:
 
     Attributes:
         expected: the digest that the live elements must have.
-        otherwise: what it means if they have not.
+        otherwise: the finding if they have not.
     """
 
     name: str
@@ -44,7 +44,7 @@ class _Check:
 def local_chunks(name: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """List the chunks of a tensor that this rank holds: where each begins, and its elements.
 
-    Raises what torch raises for a tensor that cannot be saved either, such as one with partial sums.
+    Raises errors of torch for a tensor that cannot be saved either, such as one with partial sums.
     """
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return

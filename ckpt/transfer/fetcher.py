@@ -89,7 +89,7 @@ def read_pieces(
     fault: str = "the stored bytes do not match their checksum",
     cuts: Sequence[int] = (),
 ) -> list[CrcPiece]:
-    """Do what `read_verified` does, and return the checksums of pieces, which end with a block or at one of `cuts`.
+    """Read as `read_verified` does, and return the checksums of pieces, which end with a block or at one of `cuts`.
 
     With `cuts` there are some of a file without checksums too: of its bytes as they came.
     """
@@ -120,17 +120,24 @@ def read_pieces(
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Reads pieces of files, many at a time, through a staging pool."""
+    """Reads pieces of files, many at a time, through a staging pool.
+
+    Attributes:
+        request_bytes: how much to read at a time; None for the size that suits the store.
+    """
 
     store: Store
     pool: StagingPool
     when_visible: WhenVisible
+    request_bytes: int | None = None
 
     def run(self, wanted: Iterable[tuple[StoredFile, Iterable[Piece]]], threads: Executor) -> None:
         """Deliver all pieces to their sinks, or raise the first error once no read is running any more.
 
         Reads of a file begin when `wanted` gives it.
         """
+        suitable = self.store.part_size_bytes or transfer_size_bytes(self.store.threads)
+        request_bytes = self.request_bytes or suitable
         requests = (
             (file, request)
             for file, pieces in wanted
@@ -139,7 +146,7 @@ class Fetcher:
                 grid_bytes=file.block_size_bytes,
                 file_bytes=file.size_bytes,
                 gap_bytes=_GAP_BYTES if file.block_crcs is None else file.block_size_bytes // 2,
-                request_bytes=self.store.part_size_bytes or transfer_size_bytes(self.store.threads),
+                request_bytes=request_bytes,
             )
         )
         most = self.store.threads

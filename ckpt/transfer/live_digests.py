@@ -13,7 +13,7 @@ from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of, t
 from ckpt.transfer.threads import share
 
 _STEP_BYTES = 4 << 20
-"""Of one tensor, by one thread at a time: few enough for a cache to hold what is copied."""
+"""Of one tensor, by one thread at a time: few enough for a cache to hold the copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class LiveDigest:
     """The CRC64NVME of elements.
 
     Attributes:
-        returns: each element that was cast back, and cast again, is what it was.
+        returns: each element that was cast back, and cast again, has its bytes as before.
     """
 
     crc64nvme: int

@@ -33,7 +33,7 @@ Note = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `[start, stop)` of a file, their sink, and what is told of their checksums."""
+    """Bytes `[start, stop)` of a file, their sink, and the callback that takes their checksums."""
 
     start: int
     stop: int

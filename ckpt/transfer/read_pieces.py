@@ -24,7 +24,7 @@ from ckpt.transfer.tensor_memory import copy_elements, flat_pairs, has_memory_vi
 class FlatSink:
     """A tensor that takes its elements in row-major order; `dtype` is that of the file.
 
-    Of elements that are cast, `cast_note` is told of the checksums.
+    `cast_note` takes the checksums of elements that are cast.
     """
 
     target: torch.Tensor
@@ -66,7 +66,7 @@ class _StridedSink:
 
 
 def _noted(elements: torch.Tensor, start: int, note: Note) -> torch.Tensor:
-    """Tell of the checksum of elements without gaps, and return them."""
+    """Report the checksum of elements without gaps, and return them."""
     data = memory_of(elements)
     note(start, data.nbytes, crc64nvme(data))
     return elements
@@ -91,7 +91,7 @@ def region_pieces(
 ) -> Iterator[Piece]:
     """List the pieces that fill `target` with the region of `stored` at `offsets`, of size `lengths`.
 
-    `digest` is told of the checksums of its elements, as they lie in the file: in `file_order`.
+    `digest` takes the checksums of its elements, as they lie in the file: in `file_order`.
 
     Raises ValueError if the region is not inside the stored tensor, or `target` has another shape.
     """
@@ -115,11 +115,11 @@ def region_pieces(
         run=lambda at, part: _run_sink(at, part, stored.dtype),
         strided=lambda part, strides: _StridedSink(part, stored.dtype, strides),
     )
-    yield from pieces if digest is None else _told_of(pieces, digest, stored.dtype)
+    yield from pieces if digest is None else _noting(pieces, digest, stored.dtype)
 
 
-def _told_of(pieces: Iterable[Piece], digest: RegionDigest, dtype: torch.dtype) -> Iterator[Piece]:
-    """Let pieces, which come in the order of their elements, tell of their checksums."""
+def _noting(pieces: Iterable[Piece], digest: RegionDigest, dtype: torch.dtype) -> Iterator[Piece]:
+    """Let pieces, which come in the order of their elements, report their checksums."""
     elements = 0
     for piece in pieces:
         sink = piece.sink

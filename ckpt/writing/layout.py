@@ -69,8 +69,9 @@ def refuse_unstorable(items: Sequence[WriteItem]) -> None:
             raise CheckpointError(f"{item.index.fqn!r} {layout_fault(layout)}")
 
 
-def refuse_unsized(items: Iterable[WriteItem]) -> None:
-    """Raise CheckpointError for a dtype whose size DCP's own planner cannot tell, such as `torch.bits8`."""
+def refuse_unstorable_by_dcp(items: Sequence[WriteItem]) -> None:
+    """Refuse as `refuse_unstorable`, and dtypes whose size DCP's own planner does not find, such as `torch.bits8`."""
+    refuse_unstorable(items)
     unsized: dict[torch.dtype, bool] = {}
     for item in items:
         if item.tensor_data is None:

@@ -52,8 +52,7 @@ from ckpt.writing.layout import (
     Chunk,
     Entry,
     pickled_entries,
-    refuse_unsized,
-    refuse_unstorable,
+    refuse_unstorable_by_dcp,
     spread,
     tensor_entries,
 )
@@ -175,8 +174,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
-            refuse_unstorable(plan.items)
-            refuse_unsized(plan.items)
+            refuse_unstorable_by_dcp(plan.items)
         self.look()
         return packed_plan(plan)
 

@@ -35,6 +35,10 @@ def _save(state: dict[str, Any], url: str, spoil: Callable[[], None]) -> None:
     ckpt.save(state, url)
 
 
+def _model(state: dict[str, Any], url: str, spoil: Callable[[], None]) -> None:
+    ckpt.save(state, url, format="safetensors")
+
+
 def _async_save(state: dict[str, Any], url: str, spoil: Callable[[], None], **options: Any) -> None:
     future = ckpt.async_save(state, url, **options)
     spoil()
@@ -83,7 +87,7 @@ WAYS: dict[str, Callable[[dict[str, Any], str, Callable[[], None]], None]] = {
     "thread": _manager("thread"),
     "process": _manager("process"),
     "off": _manager("off"),
-    "safetensors": lambda state, url, _: ckpt.save(state, url, format="safetensors") and None,
+    "safetensors": _model,
     "async safetensors": lambda state, url, spoil: _async_save(state, url, spoil, format="safetensors"),
 }
 

@@ -34,7 +34,7 @@ def load_recorded(
     read_once: bool = True,
     **options: Any,
 ) -> DeliveredDigests:
-    """Load as `ckpt.load` does; return the digests of what was delivered."""
+    """Load as `ckpt.load` does; return the delivered digests."""
     recorded: list[DeliveredDigests] = []
 
     def make_reader(ranks: Ranks) -> CheckpointReader:
@@ -49,7 +49,7 @@ def load_recorded(
 
 
 def kinds(found: Certificate) -> dict[str, tuple[str, ...]]:
-    """What a certificate found, by kind: names alone."""
+    """The findings of a certificate, by kind: names alone."""
     lists = {
         "cast": tuple(cast.name for cast in found.cast),
         "resized": found.resized,

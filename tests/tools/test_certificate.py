@@ -1,4 +1,4 @@
-"""Certificates of honest loads are exact, whatever was loaded and however; what one says, and that it costs others nothing."""
+"""Certificates of honest loads are exact, whatever was loaded and however; their text; loads that are not recorded pay nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.certificates import flat, kinds, load_recorded
 from support.damage import blocks_of, flip_blocks
-from support.states import SAVABLE_DTYPES, emptied, plain_state, random_tensor
+from support.states import SAVABLE_DTYPES, digest, emptied, plain_state, random_tensor
 from support.strict_s3 import StrictS3
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -22,6 +22,7 @@ from ckpt.errors import ConfigurationError, IntegrityError, LoadFailed, NotFound
 from ckpt.reading.reader import CheckpointReader
 from ckpt.tools.certificate import Certificate, certificate
 from ckpt.tools.certify import certify
+from ckpt.transfer.buffer_pool import StagingPool
 
 LAYOUTS = ("row major", "column major", "view", "channels last", "strided")
 
@@ -160,7 +161,7 @@ def test_a_tensor_that_was_loaded_whole_and_cut_afterwards_is_unchecked_until_it
 class _Half(torch.Tensor):
     """The first rows of a tensor of 100: it says to DCP which chunk it is."""
 
-    def size(self, *dim: int) -> Any:
+    def size(self, *dim: Any) -> Any:
         return torch.Size([100, 8])[dim[0]] if dim else torch.Size([100, 8])
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -250,9 +251,24 @@ def test_loads_that_are_not_recorded_digest_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ckpt.reading.delivered.value_digest", refuse)
     live = emptied(state)
     ckpt.load(live, url, no_dist=True)
-    assert torch.equal(live["w"].view(torch.int32), state["w"].view(torch.int32))
+    assert digest(live) == digest(state)
     with pytest.raises(LoadFailed, match="a digest was made"):
         load_recorded(live, url)
+
+
+def test_a_second_reading_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, url = {"w": random_tensor(8 << 20, seed=1)}, str(tmp_path / "c")
+    ckpt.save(state, url, no_dist=True)
+    scratch: list[int] = []
+    allocate = StagingPool._allocate
+
+    def counting(self: StagingPool, nbytes: int) -> memoryview:
+        scratch.append(nbytes)
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(StagingPool, "_allocate", counting)
+    assert certify(state, url, no_dist=True, threads=2).is_exact
+    assert 0 < sum(scratch) <= 8 << 20
 
 
 def test_digests_travel_to_another_process(tmp_path: Path) -> None:
@@ -263,7 +279,7 @@ def test_digests_travel_to_another_process(tmp_path: Path) -> None:
     assert certificate(live, delivered).is_exact
 
 
-# -- what a certificate says -------------------------------------------------------------------------------
+# -- the text of a certificate -------------------------------------------------------------------------------
 
 
 def test_a_certificate_says_what_it_found() -> None:

@@ -334,7 +334,7 @@ def test_each_fault_is_found_by_reading_again(
 
 
 def test_a_target_that_nothing_was_loaded_into_is_found(place: str) -> None:
-    """A planner that loads what it likes, and leaves the rest at its initial values: here zeros."""
+    """A planner that loads some names, and leaves the rest at its initial values: here zeros."""
     state = emptied(_state())
     chosen = {name: state[name] for name in ("w", "big", "lr")}
     delivered = load_recorded(chosen, place, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -350,7 +350,7 @@ def test_an_object_that_is_changed_in_place_is_found(loaded: tuple[Live, Deliver
 
 
 def test_a_planner_that_spoils_what_it_was_given_is_found(place: str, tmp_path: Path) -> None:
-    """The digests are of the verified bytes, not of what the target holds afterwards."""
+    """The digests are of the verified bytes, not of the target afterwards."""
 
     class Spoiling(DefaultLoadPlanner):
         def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:

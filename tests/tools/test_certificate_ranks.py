@@ -130,7 +130,7 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def _wrong_shard(live: dict[str, Any], rank: int, mesh: DeviceMesh) -> None:
-    """Rank 1 holds what is rank 0's."""
+    """Rank 1 holds the shard of rank 0."""
     other = [torch.empty_like(_local(live["rows"])) for _ in range(2)]
     dist.all_gather(other, _local(live["rows"]))
     if rank == 1:

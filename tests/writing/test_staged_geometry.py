@@ -244,6 +244,13 @@ def test_fields_stay_on_the_copy_and_are_planned_as_torch_does() -> None:
     assert offsets == ([(0, 0), (7, 0)] if HAS_PROTOCOL else [(0, 0)])
 
 
+def test_one_of_the_names_alone_means_something_else() -> None:
+    value: Any = torch.arange(6.0)
+    value.global_offsets = None
+    staged = check_staged({"w": value}, lambda: value.fill_(-1))["w"]
+    assert not hasattr(staged, "global_offsets")
+
+
 def test_fields_are_saved_as_torch_saves_them(tmp_path: Path) -> None:
     """A torch that does not know them takes the tensor for a whole one."""
     carried = WithFields([(0, 7), (7, 5)])

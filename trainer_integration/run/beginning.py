@@ -6,6 +6,7 @@ import logging
 from typing import Literal
 
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.trainer_integration.run.held_errors import errors_held
 from ckpt.trainer_integration.run.in_flight import Saves
 
 _logger = logging.getLogger(__name__)
@@ -30,8 +31,11 @@ class Beginning:
 
         Raises ConfigurationError.
         """
-        if self.is_settled or (self._has_failed and not is_save):
-            return
+        if not self.is_settled and (is_save or not self._has_failed):
+            with errors_held():  # else ranks would take what a handler raises for an answer of the storage
+                self._compare(step)
+
+    def _compare(self, step: int) -> None:
         try:
             newest = self._saves.newest()
             if newest is not None and step < newest[0]:

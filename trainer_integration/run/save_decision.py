@@ -95,8 +95,10 @@ class Decisions:
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Put off what handlers of signals raise, where a step changes what the ranks have agreed on."""
-        needs_state = self._by_clock or self._max_undurable_s is not None
-        return errors_held(look_through=False) if needs_state else contextlib.nullcontext()
+        asks = self._ranks.size > 1 and (bool(self._by_clock) or self._max_undurable_s is not None)
+        if asks or self._signals.received is not None:  # a save that was decided must not get lost
+            return errors_held(look_through=False)
+        return contextlib.nullcontext()
 
     def patience_s(self) -> float | None:
         """Return how long to wait for the save in flight; None without a limit."""

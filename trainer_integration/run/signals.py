@@ -55,14 +55,16 @@ class Signals:
         self.guard()
 
     def guard(self) -> None:
-        """Put a guard before the handler of SIGCHLD, which torch installs when it first starts workers."""
-        if not self._is_open or threading.current_thread() is not threading.main_thread():
-            return
+        """Put a guard before the handler of SIGCHLD, which torch installs when it first starts workers; log its reports."""
+        if self._is_open and threading.current_thread() is threading.main_thread():
+            self._put_guard()
+            self._log()
+
+    def _put_guard(self) -> None:
         handler = unwrapped(signal.getsignal(signal.SIGCHLD))
         if callable(handler) and handler is not self._guard:
             self._guard, self._before_guard = partial(self._on_child, handler), handler
             signal.signal(signal.SIGCHLD, self._guard)
-        self._log()
 
     def close(self) -> None:
         """Restore the handlers."""
@@ -82,7 +84,8 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        self.guard()
+        if self._is_open:
+            self._put_guard()
         previous = self._previous.get(signal.Signals(number))
         if callable(previous):
             previous(number, frame)
