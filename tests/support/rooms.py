@@ -174,6 +174,8 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.arguments",
             "ckpt.collective",
             "ckpt.load_plans",
+            "ckpt.options",
+            "ckpt.state",
         ),
     ),
     "ckpt.conversion": Room(
@@ -214,6 +216,7 @@ ROOMS: Mapping[str, Room] = {
         (
             "ckpt.errors",
             "ckpt.gc_pause",
+            "ckpt.geometry",
             "ckpt.torch_private",
             "ckpt.options",
             "ckpt.format",
@@ -299,6 +302,11 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.dcp_storage",
             "ckpt.writing",
             "ckpt.reading",
+            "ckpt.collective",
+            "ckpt.format",
+            "ckpt.options",
+            "ckpt.ranks",
+            "ckpt.state",
         ),
     ),
     "ckpt.acceptance": Room(
