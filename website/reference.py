@@ -16,6 +16,9 @@ _T = "ckpt.trainer_integration"
 PUBLIC_MODULES = (
     "ckpt",
     "ckpt.errors",
+    "ckpt.options",
+    "ckpt.ops",
+    "ckpt.state",
     "ckpt.embeddings",
     "ckpt.testing",
     "ckpt.backends.base",
@@ -23,9 +26,6 @@ PUBLIC_MODULES = (
     f"{_T}.keeping",
     f"{_T}.saving",
     f"{_T}.events",
-    "ckpt.options",
-    "ckpt.ops",
-    "ckpt.state",
     f"{_T}.dataloader",
     f"{_T}.dataset",
     f"{_T}.sources",
@@ -72,7 +72,6 @@ PAGES: Mapping[str, ReferencePage] = {
         (
             "ckpt.save", "ckpt.load", "ckpt.async_save", "ckpt.SaveFuture", "ckpt.frozen", "ckpt.install", "ckpt.uninstall",
             "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager", "ckpt.Checks", "ckpt.per_rank", "ckpt.options",
-            "ckpt.state",
         ),
     ),
     "manager": ReferencePage(
@@ -80,7 +79,7 @@ PAGES: Mapping[str, ReferencePage] = {
         "Decides when to save, what to keep and where to go on. The guide: [in the trainer](../trainer.md).",
         (
             "ckpt.CheckpointManager", f"{_T}.run.restore.Restored", f"{_T}.saving", f"{_T}.keeping",
-            "ckpt.LocalTier", "ckpt.ops", "ckpt.tools.certificate.Certificate",
+            "ckpt.state", "ckpt.LocalTier",
         ),
     ),
     "events": ReferencePage(
@@ -113,6 +112,7 @@ PAGES: Mapping[str, ReferencePage] = {
             "ckpt.doctor", "ckpt.tools.doctor.Diagnosis",
             "ckpt.roundtrip", "ckpt.acceptance.roundtrip.Roundtrip",
             "ckpt.tune", "ckpt.tuning.tune.Tuned",
+            "ckpt.ops", "ckpt.tools.certificate.Certificate", "ckpt.tools.certificate.Cast",
         ),
     ),
     "errors": ReferencePage(

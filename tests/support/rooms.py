@@ -216,6 +216,7 @@ ROOMS: Mapping[str, Room] = {
         (
             "ckpt.errors",
             "ckpt.gc_pause",
+            "ckpt.geometry",
             "ckpt.torch_private",
             "ckpt.options",
             "ckpt.format",
@@ -307,6 +308,11 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.state",
             "ckpt.writing",
             "ckpt.reading",
+            "ckpt.collective",
+            "ckpt.format",
+            "ckpt.options",
+            "ckpt.ranks",
+            "ckpt.state",
         ),
     ),
     "ckpt.acceptance": Room(
