@@ -304,10 +304,12 @@ def _plan_value(
     on_device = path[-1:] != ("step",) or any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )
-    if targets.options.on_shape == "resize" and like is not None and value.shape:
-        if len(value.shape) == like.dim() and tuple(like.size()) != value.shape:  # as its parameter
-            targets.in_place(value, empty_like(like, value.dtype).zero_())
-            return
+    is_resized = targets.options.on_shape == "resize" and like is not None and value.shape
+    if (
+        is_resized and len(value.shape) == like.dim() and tuple(like.size()) != value.shape
+    ):  # as its parameter
+        targets.in_place(value, empty_like(like, value.dtype).zero_())
+        return
     device = like.device if like is not None and on_device and not _is_meta(like) else None
     targets.as_stored(value, like=like, live=_member(live, path), device=device)
 
