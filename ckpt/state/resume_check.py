@@ -11,6 +11,7 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.fqns import STRUCTURE
 from ckpt.geometry import global_shape
 from ckpt.options import LoadOptions
+from ckpt.save_plans.unplannable import fault_of, may_fail
 from ckpt.state.load_planner import plan_parts
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
@@ -29,6 +30,9 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
 
     Raises ConfigurationError, which names what could not be restored.
     """
+    for name, value in _values(values):
+        if isinstance(value, torch.Tensor) and may_fail(value) and (fault := fault_of(value)) is not None:
+            raise ConfigurationError(f"{name!r} {fault}")
     paths = {
         name_of((name, *path)): (name, *path) for name, value in values.items() for path, _ in leaves(value)
     }

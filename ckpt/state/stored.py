@@ -106,7 +106,7 @@ class StoredState:
         """
         own = self.parts.get(name) or self._noted.get(name)
         below = self._below.get(name, ())
-        if own is not None and not below:
+        if own is not None and (not below or () in own.values):
             return own
         found = StoredPart(name)
         if own is not None:
