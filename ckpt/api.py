@@ -55,8 +55,8 @@ def save(
 ) -> Metadata:
     """Save `state_dict` from all ranks; when this returns, the checkpoint is committed and durable.
 
-    `planner`, `process_group` and `no_dist` are those of `dcp.save`, the others those of `CheckpointWriter`. Without a
-    `process_group` the ranks talk over a gloo group of this library's own.
+    `planner`, `process_group` and `no_dist` are those of `dcp.save`, `options` a `ckpt.options.SaveOptions`, the others
+    those of `CheckpointWriter`. Without a `process_group` the ranks talk over a gloo group of this library's own.
 
     With `format="safetensors"`, `state_dict` is that of a model, and a folder results that transformers reads as it is
     (`docs/servable.md`): each tensor whole in one of the files, none with more than `max_shard_size` of tensors (bytes,
@@ -207,6 +207,9 @@ def load(
 
     With `local`, the folder that `async_save` was given, each rank reads from its node's disk, then from other nodes',
     then from `url`, as long as what the nodes have is not older than what is durable.
+
+    The checkpoint says what there is: all keys below the names of `state_dict` are taken, and a key that is missing or
+    left over is an error (`docs/trainer.md`). `options`, a `ckpt.options.LoadOptions`, are less or more strict.
 
     With `expect`, the digest that the save returned or `ckpt inspect` shows (`sha256:...`), this checkpoint is loaded or
     none. All bytes are held against its block digests, if it was saved with `block_digests`.

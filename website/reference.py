@@ -16,6 +16,9 @@ _T = "ckpt.trainer_integration"
 PUBLIC_MODULES = (
     "ckpt",
     "ckpt.errors",
+    "ckpt.options",
+    "ckpt.ops",
+    "ckpt.state",
     "ckpt.embeddings",
     "ckpt.testing",
     "ckpt.backends.base",
@@ -23,7 +26,6 @@ PUBLIC_MODULES = (
     f"{_T}.keeping",
     f"{_T}.saving",
     f"{_T}.events",
-    f"{_T}.training_state",
     f"{_T}.dataloader",
     f"{_T}.dataset",
     f"{_T}.sources",
@@ -69,7 +71,7 @@ PAGES: Mapping[str, ReferencePage] = {
         "times in seconds. Tensors keep shape and dtype; a load fills the tensors that you pass, in place.",
         (
             "ckpt.save", "ckpt.load", "ckpt.async_save", "ckpt.SaveFuture", "ckpt.frozen", "ckpt.install", "ckpt.uninstall",
-            "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager", "ckpt.Checks",
+            "ckpt.CheckpointWriter", "ckpt.CheckpointReader", "ckpt.Stager", "ckpt.Checks", "ckpt.per_rank", "ckpt.options",
         ),
     ),
     "manager": ReferencePage(
@@ -77,7 +79,7 @@ PAGES: Mapping[str, ReferencePage] = {
         "Decides when to save, what to keep and where to go on. The guide: [in the trainer](../trainer.md).",
         (
             "ckpt.CheckpointManager", f"{_T}.run.restore.Restored", f"{_T}.saving", f"{_T}.keeping",
-            f"{_T}.training_state", "ckpt.LocalTier",
+            "ckpt.state", "ckpt.LocalTier",
         ),
     ),
     "events": ReferencePage(
@@ -110,6 +112,7 @@ PAGES: Mapping[str, ReferencePage] = {
             "ckpt.doctor", "ckpt.tools.doctor.Diagnosis",
             "ckpt.roundtrip", "ckpt.acceptance.roundtrip.Roundtrip",
             "ckpt.tune", "ckpt.tuning.tune.Tuned",
+            "ckpt.ops", "ckpt.tools.certificate.Certificate", "ckpt.tools.certificate.Cast",
         ),
     ),
     "errors": ReferencePage(

@@ -187,9 +187,8 @@ class CheckpointReader(DcpStorage, StorageReader):
         return self._next
 
     def opened(self) -> Checkpoint:
-        """Return the checkpoint that the next load uses."""
-        assert self._next is not None, "no checkpoint is open"
-        return self._next
+        """Return the checkpoint that the next load uses; there is one after `open` or `adopt`."""
+        return self._next  # type: ignore[return-value]
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
         """Read some objects of the checkpoint that is open. Raises as a load."""
@@ -208,10 +207,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         self._replicas = Replicas(ranks, is_local=is_local) if self._flag("read_once", read_once) else None
 
     def without_tied(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Leave out tensors that a model's folder holds under another name of the same memory.
-
-        Models are written without them: of embedding and head that are one, without the head.
-        """
+        """Leave out tensors that a model's folder holds under another name of the same memory, as head and embedding."""
         checkpoint = self._next
         if checkpoint is None or not checkpoint.is_model:
             return values

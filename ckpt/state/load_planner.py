@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt.errors import LoadFailed
@@ -22,7 +27,7 @@ from ckpt.state.per_rank import PerRank, own_part
 from ckpt.state.random_state import RandomState
 from ckpt.state.state_parts import Part, part_of, sorted_names
 from ckpt.state.stored import StoredState, rename_by
-from ckpt.state.targets import Targets, shortened
+from ckpt.state.targets import Region, Targets, shortened
 from ckpt.torch_private import ShardedTensor, flatten_sharded_tensors
 
 _logger = logging.getLogger(__name__)
@@ -117,7 +122,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         """Give the loaded values to the parts."""
         for then in self.targets.after:
             then()
-        values = self.targets.values | self.state_dict
+        values = self.targets.values | self.state_dict | self.targets.in_program
         for part in self._parts.values():
             part.take(values)
 
@@ -131,6 +136,12 @@ class StateLoadPlanner(DefaultLoadPlanner):
         self.state_dict = flatten_sharded_tensors(state_dict) if is_nested else dict(state_dict)
         self.mappings = {}
         self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        value: Any = self.state_dict[index.fqn]
+        return (
+            value.__get_tensor_shard__(index) if isinstance(value, Region) else super().lookup_tensor(index)
+        )
 
     def take_tensor(self, item: ReadItem, tensor: torch.Tensor) -> bool:
         """Take a tensor of a class of its own, such as one of few bits, in place of a target that was made for it."""

@@ -119,7 +119,8 @@ class ModelState:
                 if name in nested or (
                     found is None and name.endswith(_EXTRA_STATE) and (name,) in part.nodes
                 ):
-                    self._plan_nested(part, name, nested.get(name, {}), (number, key), targets)
+                    self._loaded[number, key] = name, nested.get(name, {})
+                    _plan_nested(nested.get(name, {}), targets)
                 elif found is None:
                     targets.lack(f"{part.name}.{name}", live)
                 else:
@@ -147,22 +148,6 @@ class ModelState:
             self._loaded[key] = live
         else:
             targets.in_place(value, live)
-
-    def _plan_nested(
-        self,
-        part: StoredPart,
-        name: str,
-        values: Mapping[Path, StoredValue],
-        key: tuple[int, str],
-        targets: Targets,
-    ) -> None:
-        """Ask for an extra state that is a dict or a list."""
-        for value in values.values():
-            if value.shape is None:
-                targets.object(value)
-            else:
-                targets.as_stored(value)
-        self._loaded[key] = (name, dict(values))
 
     def _plan_frozen(self, part: StoredPart, targets: Targets) -> None:
         """Leave frozen parameters alone, also if the checkpoint has them."""
@@ -288,6 +273,15 @@ class ModelState:
         for name, first in aliases.items():
             groups.setdefault(first, [first]).append(name)
         return {name: group for group in groups.values() for name in group}
+
+
+def _plan_nested(values: Mapping[Path, StoredValue], targets: Targets) -> None:
+    """Ask for an extra state that is a dict or a list."""
+    for value in values.values():
+        if value.shape is None:
+            targets.object(value)
+        else:
+            targets.as_stored(value)
 
 
 def _materialise(models: Sequence[nn.Module], targets: Targets) -> None:

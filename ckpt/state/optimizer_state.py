@@ -20,7 +20,7 @@ from ckpt.state.canonical_names import without_wrappers
 from ckpt.state.model_state import ModelState
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, structure_of
-from ckpt.state.targets import Targets, shortened
+from ckpt.state.targets import Targets, empty_like, shortened
 from ckpt.torch_private import ShardedTensor, has_load_hooks
 
 _logger = logging.getLogger(__name__)
@@ -95,11 +95,8 @@ class OptimizerState:
         """Estimate the size; an optimizer that has no state yet counts as Adam."""
         total = 0
         for optimizer in self._optimizers:
-            if optimizer.state:
-                total += _tensor_bytes(optimizer.state)
-            else:
-                trained = [p for group in optimizer.param_groups for p in group[_PARAMS] if p.requires_grad]
-                total += _ADAM_MOMENTS * _tensor_bytes(trained)
+            trained = [p for p in _parameters(optimizer) if p.requires_grad]
+            total += _tensor_bytes(optimizer.state) or _ADAM_MOMENTS * _tensor_bytes(trained)
         model = None if self._model is None else self._model.fsdp_model
         return total if model is None else flat_parameters.shards(model) * total
 
@@ -208,7 +205,7 @@ class OptimizerState:
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""
-        loaded = self._stored_groups(values)
+        loaded = _stored_groups(self._part, values)
         for plan in self._plans:
             state: dict[Name, Any] = {}
             for name, stored in plan.found.items():
@@ -238,12 +235,6 @@ class OptimizerState:
                 values = self._part.below((_STATE, stored))
                 found |= {value.name: _member(own[_STATE].get(name), path) for path, value in values.items()}
         return found
-
-    def _stored_groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        below = self._part.below((_GROUPS,))
-        leaves = {path: values[value.name] for path, value in below.items()}
-        groups = build(leaves, self._part.structure((_GROUPS,)), None, f"{self._part.name}.{_GROUPS}")
-        return groups if isinstance(groups, list) else []
 
     def check_groups(self, state: Mapping[str, Any]) -> None:
         """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
@@ -313,6 +304,12 @@ def _plan_value(
     on_device = path[-1:] != ("step",) or any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )
+    is_resized = targets.options.on_shape == "resize" and like is not None and value.shape
+    if (
+        is_resized and len(value.shape) == like.dim() and tuple(like.size()) != value.shape
+    ):  # as its parameter
+        targets.in_place(value, empty_like(like, value.dtype).zero_())
+        return
     device = like.device if like is not None and on_device and not _is_meta(like) else None
     targets.as_stored(value, like=like, live=_member(live, path), device=device)
 
@@ -388,6 +385,12 @@ def _names(model: ModelState | None, parameters: Sequence[torch.Tensor]) -> list
             )
         names.append(name)
     return names
+
+
+def _stored_groups(part: StoredPart, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    leaves = {path: values[value.name] for path, value in part.below((_GROUPS,)).items()}
+    groups = build(leaves, part.structure((_GROUPS,)), None, f"{part.name}.{_GROUPS}")
+    return groups if isinstance(groups, list) else []
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:

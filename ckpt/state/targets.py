@@ -57,6 +57,7 @@ class Targets:
         faults: what cannot be loaded, and why.
         after: what to do when the bytes are there, before parts take their values.
         likes: the parameters of the models by name, for values that the program does not have yet.
+        in_program: the tensors of the program into which what was loaded elsewhere is copied, by stored name.
         made: names whose targets were made as they are stored: what is loaded may stand for them.
         resized, cast: names whose shape or dtype differs.
         replaced: parameters that were on the meta device, by `id`, and those in their place.
@@ -73,6 +74,7 @@ class Targets:
     faults: list[str] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     likes: dict[str, torch.Tensor] = field(default_factory=dict)
+    in_program: dict[str, Any] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
     resized: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
@@ -152,6 +154,7 @@ class Targets:
             boxes.append((offsets, loaded))
             self.after.append(lambda part=part, loaded=loaded: self._copy(loaded, part, name))  # type: ignore[misc]
         self.values[value.name] = Region(value.shape, boxes)
+        self.in_program[value.name] = live
 
     def _copy(self, loaded: torch.Tensor, part: torch.Tensor, name: str) -> None:
         if not self.options.allow_casts and not fits(loaded, part.dtype):

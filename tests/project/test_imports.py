@@ -24,6 +24,7 @@ PUBLIC_MODULES = (
     "ckpt.errors",
     "ckpt.api",
     "ckpt.options",
+    "ckpt.ops",
     *(f"ckpt.backends.{name}" for name in ("base", "registry", "posix", "s3", "cos", "memory")),
 )
 MAX_CLASS_LINES = 250

@@ -109,7 +109,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_public_surface() -> None:
     assert ckpt.__all__ == [
         "CheckpointManager", "CheckpointReader", "CheckpointWriter", "Checks", "LocalTier", "SaveFuture", "Stager", "async_save", "collect_garbage", "convert", "copy", "diff", "doctor", "drain",
-        "embeddings", "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "remove", "roundtrip", "save", "scrub", "sign", "sign_export", "tune", "uninstall", "verify", "verify_signed", "watch",
+        "embeddings", "errors", "frozen", "inspect", "install", "list_checkpoints", "load", "ops", "options", "per_rank", "remove", "roundtrip", "save", "scrub", "sign", "sign_export", "tune", "uninstall", "verify", "verify_signed", "watch",
     ]  # fmt: skip
     assert dir(ckpt) == sorted(ckpt.__all__)
     for name in ckpt.__all__:
@@ -149,11 +149,11 @@ def test_signatures() -> None:
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
             "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, base, frozen, digests, "
-            f"stock_metadata_max_bytes, checks, block_digests{more}"
+            f"stock_metadata_max_bytes, checks, block_digests{more}, options"
         )
     assert (
         parameters(ckpt.load) == f"{storage}, verify, visibility_timeout_s, planner, process_group, no_dist, "
-        "threads, memory_budget_bytes, trusted_objects, timeout_s, read_once, local, expect"
+        "threads, memory_budget_bytes, trusted_objects, timeout_s, read_once, local, expect, options"
     )
 
 
