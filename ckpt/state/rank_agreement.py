@@ -55,7 +55,7 @@ def agree_on_values(
     joined: dict[str, int | None] = ranks.join(own_digests, _joined)
     differing = {kind for kind, found in joined.items() if found is None}
     if kinds := differing - {GROUPS}:
-        digests, names = own.details(kinds)
+        digests, names = ranks.together("comparison of values", lambda: own.details(kinds))
         found = ranks.join(_Compared(digests, {}), _Compared.join)
         if found.differing:
             _judge(names, found.differing, ranks, url)

@@ -7,7 +7,8 @@ one dtype and shape are digested together.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ _BATCH_BYTES = 1 << 20
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 GROUPS = "param_groups"
+
 
 @dataclass
 class _Kind:
@@ -60,7 +62,7 @@ class RankDigests:
         self._kinds: dict[str, _Kind] = {}
         self.groups: dict[str, Any] = {}
 
-    def add(self, part: str, value: Any, kind: str, buffers: Set[str]) -> None:
+    def add(self, part: str, value: Any, kind: str, buffers: AbstractSet[str]) -> None:
         """Take the values of a part; `buffers` are the names that are of a kind of their own."""
         if kind == "optimizer" and isinstance(value, Mapping):
             self.groups[part] = value.get(GROUPS, [])
@@ -74,7 +76,7 @@ class RankDigests:
         """Return a digest for each kind, equal if ranks hold the same values in the same order."""
         return {name: self._digest(kind) for name, kind in self._kinds.items()}
 
-    def details(self, kinds: Set[str]) -> tuple[dict[int, int], dict[int, tuple[str, str]]]:
+    def details(self, kinds: AbstractSet[str]) -> tuple[dict[int, int], dict[int, tuple[str, str]]]:
         """Return the digests of all values of some kinds by a number for each name; and the names and kinds by it."""
         digests: dict[int, int] = {}
         names: dict[int, tuple[str, str]] = {}
@@ -85,7 +87,7 @@ class RankDigests:
                 digests[number], names[number] = digest, (kind.names.get(key, key), each)
         return digests, names
 
-    def _take(self, name: str, value: Any, kind: str, buffers: Set[str]) -> None:
+    def _take(self, name: str, value: Any, kind: str, buffers: AbstractSet[str]) -> None:
         if type(value) is not dict and not is_flattened(value):
             self._leaf(name, value, self._kind_of(name, kind, buffers))
             return
@@ -93,7 +95,7 @@ class RankDigests:
         for key, item in value.items() if type(value) is dict else children(value):
             below = f"{name}.{key}"
             # All in one loop: there can be very many, and each call would cost as much as a digest.
-            is_plain = type(item) in _PLAIN and below not in buffers and key not in OWN_BUFFERS
+            is_plain = type(item) in _PLAIN and below not in buffers and not below.endswith(OWN_BUFFERS)
             if is_plain and not (
                 hasattr(item, WRITE_ITEMS) or hasattr(item, FIELD) or hasattr(item, TENSOR_SHARD)
             ):
@@ -106,7 +108,7 @@ class RankDigests:
             else:
                 self._take(below, item, kind, buffers)
 
-    def _kind_of(self, name: str, kind: str, buffers: Set[str]) -> str:
+    def _kind_of(self, name: str, kind: str, buffers: AbstractSet[str]) -> str:
         is_running = kind == "value" and name.rpartition(".")[2] in OWN_BUFFERS
         return "buffer" if is_running or name in buffers else kind
 
@@ -146,9 +148,7 @@ class RankDigests:
                     data = item.tensor_data
                     if data is not None and item.index.fqn == name:
                         place = f"{tuple(data.size)}{tuple(data.chunk.offsets)}{tuple(data.chunk.sizes)}"
-                        self._place(
-                            "chunk", name, place, self._tensor(find_tensor_shard(value, item.index))
-                        )
+                        self._place("chunk", name, place, self._tensor(find_tensor_shard(value, item.index)))
         except Exception:  # the plan of the save says so
             return
 
