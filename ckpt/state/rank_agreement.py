@@ -150,10 +150,10 @@ class _Groups:
 
     def join(self, other: _Groups) -> _Groups:
         joined = dict(self.by_digest)
-        for digest, (rank, groups) in other.by_digest.items():
-            known = joined.get(digest)
+        for number, (rank, groups) in other.by_digest.items():
+            known = joined.get(number)
             if known is None or rank < known[0]:
-                joined[digest] = rank, groups
+                joined[number] = rank, groups
         return _Groups(joined)
 
 

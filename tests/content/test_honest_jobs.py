@@ -232,7 +232,7 @@ JOBS: dict[int, list[Job]] = {
     [
         pytest.param(2, range(1), marks=pytest.mark.smoke),
         (4, range(1)),
-        *(pytest.param(ranks, range(1, 6), marks=pytest.mark.long) for ranks in JOBS),
+        *(pytest.param(ranks, range(6), marks=pytest.mark.long) for ranks in JOBS),
     ],
 )
 def test_no_honest_save_is_refused_or_warned_of(ranks: int, seeds: range, tmp_path: Path) -> None:
