@@ -210,7 +210,6 @@ def group_names() -> Any:
 
 def sharded_tensor_like(tensor: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
     """Make a ShardedTensor with the shards of another one, of a dtype, and without their values."""
-    made = copy.copy(tensor)
     shards = []
     for shard in tensor.local_shards():
         own = copy.copy(shard)
@@ -219,9 +218,8 @@ def sharded_tensor_like(tensor: ShardedTensor, dtype: torch.dtype) -> ShardedTen
     metadata = copy.copy(tensor.metadata())
     metadata.tensor_properties = copy.copy(metadata.tensor_properties)
     metadata.tensor_properties.dtype = dtype
-    made._metadata = metadata
-    set_local_shards(made, shards)
-    return made
+    make = ShardedTensor._init_from_local_shards_and_global_metadata
+    return make(shards, metadata, process_group=tensor._process_group, sharding_spec=tensor.sharding_spec())
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

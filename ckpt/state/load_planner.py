@@ -111,6 +111,12 @@ class StateLoadPlanner(DefaultLoadPlanner):
         """Whether digests of all that is delivered are kept, for a certificate."""
         return self._restores
 
+    def not_asked(self) -> tuple[str, ...]:
+        """Return the stored names that have no place in the program, of parts that it does not ask for too."""
+        parts = [part for name, part in self.targets.stored.parts.items() if name != "rng"]
+        names = {value.name for part in parts for value in part.values.values()}
+        return tuple(sorted(names - self.targets.asked))
+
     def live(self) -> dict[str, Any]:
         """Return the program's values by their stored names, as they are now."""
         found: dict[str, Any] = {}

@@ -99,7 +99,10 @@ class RankDigests:
             if is_plain and not (
                 hasattr(item, WRITE_ITEMS) or hasattr(item, FIELD) or hasattr(item, TENSOR_SHARD)
             ):
-                facts = item.dtype, item.shape
+                try:
+                    facts = item.dtype, item.shape
+                except RuntimeError:  # nested, without a shape; the plan of the save says so
+                    continue
                 known = alike.get(facts)
                 if known is None:
                     known = alike[facts] = [], []
@@ -201,6 +204,8 @@ class RankDigests:
                 yield joined
 
     def _tensor(self, tensor: torch.Tensor) -> int:
+        if tensor.is_nested:
+            return 0
         if type(tensor) not in _PLAIN:
             if not hasattr(tensor, "__tensor_flatten__"):
                 return 0

@@ -13,6 +13,7 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.geometry import global_shape, has_geometry
 from ckpt.options import LoadOptions
+from ckpt.save_plans.unplannable import fault_of, may_fail
 from ckpt.state.load_planner import plan_parts
 from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
@@ -41,6 +42,9 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
         if name in parts or name == STRUCTURE
         for path, leaf in _leaves(parts.get(name), value)
     ]
+    tensors = [leaf for _, leaf in found if isinstance(leaf, torch.Tensor)]
+    if any(may_fail(tensor) and fault_of(tensor) is not None for tensor in tensors):
+        return  # it has no shape to plan by; the save names it
     named = [(name_of(path), path, leaf) for path, leaf in found]
     texts = {name: leaf for name, path, leaf in named if path[0] == STRUCTURE}
     stored = StoredState(
@@ -98,7 +102,7 @@ def _is_plain_dict(value: Any) -> bool:
             return False
         kind = type(item)
         if kind in _PLAIN:
-            if has_geometry(item):
+            if may_fail(item) or has_geometry(item):
                 return False
         elif kind not in (int, float, bool, str) and not _is_plain_dict(item):
             return False

@@ -109,7 +109,7 @@ class StoredState:
         own = self.parts.get(name) or self._noted.get(name)
         is_top = own is not None and "." not in name and name not in self._heads
         below = () if is_top else self._below.get(name, ())
-        if own is not None and not below:
+        if own is not None and (not below or () in own.values):
             return own
         found = StoredPart(name)
         if own is not None:

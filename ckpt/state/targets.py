@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection
@@ -17,11 +18,16 @@ from ckpt.geometry import global_shape, has_geometry, has_shape, loses_geometry,
 from ckpt.options import LoadOptions
 from ckpt.state.stored import StoredState, StoredValue
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor, sharded_tensor_like
+from ckpt.transfer.tensor_memory import can_cast
 from ckpt.transfer.tied_tensors import memory_key
 
 _logger = logging.getLogger(__name__)
 
 _SHOWN = 20
+
+
+_DENSE = (torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor)
+"""Classes of which an empty tensor can be made; others come as they are stored."""
 
 
 class Region:
@@ -58,6 +64,7 @@ class Targets:
         after: what to do when the bytes are there, before parts take their values.
         likes: the parameters of the models by name, for values that the program does not have yet.
         in_program: the tensors of the program into which what was loaded elsewhere is copied, by stored name.
+        filled: tensors of the program that are asked for in place.
         made: names whose targets were made as they are stored: what is loaded may stand for them.
         resized, cast: names whose shape or dtype differs.
         replaced: parameters that were on the meta device, by `id`, and those in their place.
@@ -75,6 +82,7 @@ class Targets:
     after: list[Callable[[], None]] = field(default_factory=list)
     likes: dict[str, torch.Tensor] = field(default_factory=dict)
     in_program: dict[str, Any] = field(default_factory=dict)
+    filled: list[Any] = field(default_factory=list)
     made: set[str] = field(default_factory=set)
     resized: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
@@ -89,7 +97,7 @@ class Targets:
     def settle_missing(self) -> None:
         """Forget what is missing by name alone: tied tensors are filled under another name; sort the rest."""
         if self.lacked:
-            filled = {memory_key(value) for value in self.values.values() if isinstance(value, torch.Tensor)}
+            filled = {memory_key(value) for value in self.filled if isinstance(value, torch.Tensor)}
             filled.discard(None)
             tied = {name for name, live in self.lacked.items() if memory_key(live) in filled}
             self.missing = [name for name in self.missing if name not in tied]
@@ -103,6 +111,7 @@ class Targets:
     def in_place(self, value: StoredValue, live: Any, shown: str = "") -> None:
         """Load a tensor into one that the program has; sharded ones take their part."""
         self.asked.add(value.name)
+        self.filled.append(live)
         name = shown or value.name
         if value.shape is None or value.dtype is None:
             self.faults.append(f"{name!r} is an object in the checkpoint, and a tensor in the program")
@@ -183,7 +192,7 @@ class Targets:
             self.values[value.name] = live
             return
         self.made.add(value.name)
-        if like is not None and value.shape and global_shape(like) == value.shape:
+        if type(like) in _DENSE and value.shape and global_shape(like) == value.shape:
             self.values[value.name] = empty_like(like, value.dtype)
         else:
             self.values[value.name] = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -246,8 +255,11 @@ def local_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         return [((0,) * tensor.dim(), tensor.detach())]
 
 
+@functools.cache
 def changes_values(stored: torch.dtype, live: torch.dtype) -> bool:
-    """Tell whether a cast may change values beyond rounding."""
+    """Tell whether a cast may change values beyond rounding. One that torch lacks is refused by the load."""
+    if not can_cast(stored, live):
+        return False
     if stored == live or (live.is_complex and not stored.is_complex and live is not torch.complex32):
         return False
     if stored.is_complex or live.is_complex:

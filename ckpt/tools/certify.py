@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -80,11 +80,11 @@ def certify(
     call = f"certificate of {last_segment(place)}"
     with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
         planner = _Planner(LoadOptions(strict=False))
-        load_by(dict(state), url, planner, make_reader, ranks)
+        load_by(cast("dict[str, Any]", state), url, planner, make_reader, ranks)
         with same_failure(LoadFailed, place, ranks):
             own = ranks.together(call, lambda: certificate(planner.state_dict, delivered))
         missing = tuple(sorted({*own.missing, *planner.missing}))
-        made = dataclasses.replace(own, missing=missing, left_over=planner.left_over)
+        made = dataclasses.replace(own, missing=missing, left_over=planner.not_asked())
         return dataclasses.replace(made, took_s=time.monotonic() - began_s).of_all(ranks)
 
 

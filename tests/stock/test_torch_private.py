@@ -90,6 +90,11 @@ def test_dcp_chooses_its_storage_in_these_modules() -> None:
 
 
 def test_dcp_makes_its_stager_by_this_name() -> None:
+    for name in ("save", "async_save", "load"):
+        assert (
+            len({getattr(module, name) for module in torch_private.CALL_MODULES if hasattr(module, name)})
+            == 1
+        )
     made = getattr(torch_private.STAGER_MODULE, torch_private.DEFAULT_STAGER)
     assert isinstance(made(StagingOptions(False, False, False, False)), AsyncStager)
     assert list(inspect.signature(made).parameters) == ["config"]
@@ -218,16 +223,13 @@ def _process_groups_and_sharded_tensors(rank: int) -> None:
     assert flat["whole"] is whole
     assert flat["nested"].local_shards()[0].tensor is whole
 
-
-def test_a_sharded_tensor_like_another_has_memory_of_its_own() -> None:
-    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
-    sharded = sharded_tensor.rand(spec, 3, 4)
-    before = sharded.local_shards()[0].tensor.clone()
-    other = torch_private.sharded_tensor_like(sharded, torch.bfloat16)
-    assert (other.dtype, other.size()) == (torch.bfloat16, sharded.size())
-    other.local_shards()[0].tensor.fill_(7)
-    assert torch.equal(sharded.local_shards()[0].tensor, before)
-    assert sharded.dtype is torch.float32
+    original = sharded_tensor.rand(spec, 3, 4)
+    kept = original.local_shards()[0].tensor.clone()
+    other_dtype = torch_private.sharded_tensor_like(original, torch.bfloat16)
+    assert (other_dtype.dtype, other_dtype.size()) == (torch.bfloat16, original.size())
+    other_dtype.local_shards()[0].tensor.fill_(7)
+    assert torch.equal(original.local_shards()[0].tensor, kept)
+    assert original.dtype is torch.float32
 
 
 def test_optimizers_say_whether_they_have_load_hooks() -> None:

@@ -222,6 +222,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.format",
             "ckpt.geometry",
             "ckpt.load_plans",
+            "ckpt.save_plans",
             "ckpt.ranks",
             "ckpt.transfer",
             "ckpt.stock",

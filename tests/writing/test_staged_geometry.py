@@ -357,7 +357,7 @@ def test_a_base_whose_chunks_were_elsewhere_is_not_taken_for_equal(tmp_path: Pat
 def test_a_part_of_another_tensor_is_not_loaded(tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(5, COLUMNS)}, tmp_path / "a", no_dist=True)
     carried = hooked([(0, 2), (4, 4)])
-    with pytest.raises(ckpt.errors.LoadFailed, match=r"Size mismatch .*5, 3.* for w"):
+    with pytest.raises(ckpt.errors.LoadFailed, match=r"'w' is \(5, 3\) in the checkpoint, and \(12, 3\)"):
         ckpt.load({"w": carried.value}, tmp_path / "a", no_dist=True)
 
 
