@@ -17,6 +17,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
+from ckpt.format.fqns import OWN_BUFFERS
 from ckpt.save_plans.exchange import FEW_RANKS
 from ckpt.save_plans.local import Structure
 from ckpt.save_plans.sections import split_digests
@@ -24,10 +25,6 @@ from ckpt.transfer.tensor_memory import copy_flat, has_memory_view, memory_of
 
 _SAMPLED_BYTES = 4096
 _KEY_BYTES = 8
-
-_OWN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""By their last names: buffers of batch normalisation, which each rank of DDP keeps for itself."""
-
 
 _MAX_COMPARED = 2048
 """Of states of more tensors so many are compared, chosen by their names: a replica that has drifted differs in most."""
@@ -146,7 +143,7 @@ def _shared(structure: Structure, values: Mapping[str, object], ranks: int) -> l
 
 def _is_declared(item: WriteItem, value: object) -> bool | None:
     """Tell whether a chunk is a replica by its placements (True), or may be one (False); None if it cannot be one."""
-    if item.tensor_data is None or item.index.fqn.rpartition(".")[2] in _OWN_BUFFERS:
+    if item.tensor_data is None or item.index.fqn.rpartition(".")[2] in OWN_BUFFERS:
         return None
     if isinstance(value, DTensor):
         mesh = value.device_mesh

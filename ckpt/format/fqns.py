@@ -12,6 +12,9 @@ Path = tuple[str | int, ...]
 STRUCTURE = "ckpt_structure"
 """Part of a checkpoint that holds what flattening loses of the others, a text for each."""
 
+OWN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""By their last names: buffers of batch normalisation, which each rank of DDP keeps for itself."""
+
 _OPTIMIZER = re.compile(
     r"(^|\.)(optim|optims|opt|optimizer|optimizers|optim_state|optimizer_state|optimizer_states)\."
     r"|\.(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta|grad_avg)$"

@@ -87,6 +87,7 @@ class Ranks:
         progress: what this rank is doing now.
         is_own_group: the group is gloo's, and of this library's own.
         tree: of the ranks; None over the caller's group.
+        members: the ranks of the default group that these are, in order.
         call: number of this call among those of its purpose and ranks, the same on all ranks.
     """
 
@@ -102,9 +103,9 @@ class Ranks:
         self.group: Any = process_group
         self.progress = Progress()
         self._timeout_s = timeout_s
-        self._members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
-        self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S, len(self._members))
-        self._name: _Name = (purpose, tuple(self._members))
+        self.members = [0] if self.no_dist else dist.get_process_group_ranks(process_group)
+        self._limits = Limits(timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S, len(self.members))
+        self._name: _Name = (purpose, tuple(self.members))
         self._longest_wait = _MANAGER_WAIT if purpose == "manager" else LONGEST_WAIT
         self.is_own_group = False
         self.tree: Tree | None = None
@@ -119,7 +120,7 @@ class Ranks:
             self.call = _calls[self._name]
             self._watch = Watch(
                 default_store(),
-                f"{purpose}/{zlib.crc32(repr(self._members).encode())}",
+                f"{purpose}/{zlib.crc32(repr(self.members).encode())}",
                 rank=self.rank,
                 size=self.size,
                 call=self.call,
@@ -130,7 +131,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     @property
     def stall_s(self) -> float:
@@ -303,7 +304,7 @@ class Ranks:
             return None
         else:
             with _lazy_connections():
-                group = dist.new_group(self._members, timeout, backend="gloo", use_local_synchronization=True)
+                group = dist.new_group(self.members, timeout, backend="gloo", use_local_synchronization=True)
         set_group_timeout(self._longest_wait, group)
         _own_groups[self._name] = (weakref.ref(world), weakref.ref(group))
         return group

@@ -6,7 +6,8 @@ another one, and its attribute into every name below. `fully_shard`, `paralleliz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,12 +15,15 @@ from torch import nn
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes of `torch.compile`, of activation checkpointing and of FSDP1 that hold the module they wrap."""
 
+Named = tuple[str, torch.Tensor]
+
 
 class ModuleNames:
     """The canonical names of what a model holds, by the keys of its `state_dict` and by tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         self._known: dict[str, tuple[str, nn.Module | None]] = {"": ("", model)}
+        self._at: dict[str, tuple[str, str | None]] = {}
         self._model = model
 
     def canonical(self, key: str) -> str:
@@ -28,8 +32,12 @@ class ModuleNames:
         Hooks of wrappers take some of their attributes out of the keys, and leave others in: both are followed.
         """
         prefix, _, last = key.rpartition(".")
-        path, module = self._resolve(prefix)
-        if module is not None and last == _wrapped_attribute(module):
+        at = self._at.get(prefix)
+        if at is None:
+            path, module = self._resolve(prefix)
+            at = self._at[prefix] = path, None if module is None else _wrapped_attribute(module)
+        path, wrapped = at
+        if last == wrapped:
             return path  # a key that ends at a wrapper is that of the module in it
         return f"{path}.{last}" if path else last
 
@@ -60,6 +68,51 @@ class ModuleNames:
                 known = f"{path}.{last}" if path else last, child
             self._known[prefix] = known
         return known
+
+
+class TensorNames:
+    """The canonical names of all tensors of several models."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._kept: list[ModuleNames] | None = None
+        self._pairs: tuple[list[Named], list[Named]] | None = None
+        self._same: dict[str, list[str]] | None = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Ask the modules once: within it nothing is added to them, or taken away."""
+        self._kept = [*map(ModuleNames, self._models)]
+        self._pairs = self.pairs()
+        self._same = self.same_tensors()
+        try:
+            yield
+        finally:
+            self._kept = self._pairs = self._same = None
+
+    def of(self, model: nn.Module) -> ModuleNames:
+        """Return the names of one of the models."""
+        kept = dict(zip(map(id, self._models), self._kept, strict=True)) if self._kept is not None else {}
+        return kept.get(id(model)) or ModuleNames(model)
+
+    def pairs(self) -> tuple[list[Named], list[Named]]:
+        """List parameters and buffers, under each of their names."""
+        if self._pairs is not None:
+            return self._pairs
+        names = self._kept if self._kept is not None else [*map(ModuleNames, self._models)]
+        parameters: list[Named] = [pair for each in names for pair in each.parameters()]
+        return parameters, [pair for each in names for pair in each.buffers()]
+
+    def same_tensors(self) -> dict[str, list[str]]:
+        """Return the other names of each tensor that has several, the first one first."""
+        if self._same is not None:
+            return self._same
+        parameters, buffers = self.pairs()
+        _, aliases = first_names([*parameters, *buffers])
+        groups: dict[str, list[str]] = {}
+        for name, first in aliases.items():
+            groups.setdefault(first, [first]).append(name)
+        return {name: group for group in groups.values() for name in group}
 
 
 def without_wrappers(name: str) -> str:

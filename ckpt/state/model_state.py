@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.format.fqns import Path
-from ckpt.state.canonical_names import ModuleNames, first_names, without_wrappers
-from ckpt.state.flat_parameters import sharded_states, shards
+from ckpt.state.canonical_names import TensorNames, first_names, without_wrappers
+from ckpt.state.flat_parameters import is_wrapped, sharded_states, shards
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, is_flattened, leaves, structure_of
 from ckpt.state.targets import Targets, shortened
@@ -46,6 +45,7 @@ class ModelState:
                 f"model= takes a torch.nn.Module, or a list of them, not {type(model).__name__}"
             )
         self._models: list[nn.Module] = [*models]
+        self.names = TensorNames(self._models)
         self._frozen = frozen
         self._live: list[dict[str, Any]] = []
         self._loaded: dict[tuple[int, str], Any] = {}
@@ -56,19 +56,20 @@ class ModelState:
 
     def parameter_names(self) -> tuple[dict[int, str], dict[str, str]]:
         """Return the name of each parameter, by `id`, and the names that stand for the same one."""
-        return first_names(pair for model in self._models for pair in ModuleNames(model).parameters())
+        return first_names(self.names.pairs()[0])
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by canonical name, under each of their names."""
-        return {name: value for model in self._models for name, value in ModuleNames(model).parameters()}
+        named: Any = self.names.pairs()[0]
+        return dict(named)
 
     def buffer_names(self) -> set[str]:
-        return {name for model in self._models for name, _ in ModuleNames(model).buffers()}
+        return {name for name, _ in self.names.pairs()[1]}
 
     @property
     def fsdp_model(self) -> nn.Module | None:
         """The model that FSDP1 has wrapped, if one is."""
-        return next((model for model in self._models if FullyShardedDataParallel.fsdp_modules(model)), None)
+        return next((model for model in self._models if is_wrapped(model)), None)
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ class ModelState:
         return states
 
     def _keyed(self, model: nn.Module, raw: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        names = ModuleNames(model)
+        names = self.names.of(model)
         frozen: set[str] = set()
         if not self._frozen:
             frozen = {name for name, value in names.parameters() if not value.requires_grad}
@@ -262,17 +263,7 @@ class ModelState:
 
     def same_tensors(self) -> dict[str, list[str]]:
         """Return the other names of each tensor that has several, the first one first."""
-        named = [
-            pair
-            for model in self._models
-            for names in [ModuleNames(model)]
-            for pair in [*names.parameters(), *names.buffers()]
-        ]
-        _, aliases = first_names(named)
-        groups: dict[str, list[str]] = {}
-        for name, first in aliases.items():
-            groups.setdefault(first, [first]).append(name)
-        return {name: group for group in groups.values() for name in group}
+        return self.names.same_tensors()
 
 
 def _plan_nested(values: Mapping[Path, StoredValue], targets: Targets) -> None:

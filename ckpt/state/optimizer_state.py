@@ -300,6 +300,9 @@ def _plan_value(
     if value.shape is None:
         targets.object(value)
         return
+    if targets.is_dry:
+        targets.as_stored(value)
+        return
     # As torch does: counters of steps stay on the CPU but where the step runs on the device.
     on_device = path[-1:] != ("step",) or any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -358,11 +361,15 @@ def _lookup(model: ModelState | None, stored: Mapping[Name, Any], names: Sequenc
     """Find the stored name of each parameter: its own, another one of its, or one of an older checkpoint."""
     found: dict[Name, Name] = {}
     same = {} if model is None else model.same_tensors()
-    older = {without_wrappers(name): name for name in stored if isinstance(name, str)}
+    older: dict[str, Name] | None = None
     numbers = {str(name): name for name in stored} if all(str(name).isdecimal() for name in stored) else {}
     for number, name in enumerate(names):
-        tries: list[Name] = [name, *same.get(str(name), ()), older.get(str(name), name)]
-        known = next((each for each in tries if each in stored), None)
+        known: Name | None = name
+        if name not in stored:
+            if older is None:  # only now: nearly always all are found
+                older = {without_wrappers(each): each for each in stored if isinstance(each, str)}
+            tries: list[Name] = [*same.get(str(name), ()), older.get(str(name), name)]
+            known = next((each for each in tries if each in stored), None)
         if known is None and (isinstance(name, int) or numbers):  # numbered, as Optimizer.state_dict has it
             known = numbers.get(str(number))
         if known is not None:
@@ -502,7 +509,12 @@ def _member(value: Any, path: Path) -> Any:
     """Return what is at a path; a key may have been no text."""
     for part in path:
         if isinstance(value, Mapping):
-            value = value.get(part, next((item for key, item in value.items() if str(key) == part), None))
+            is_key = part in value
+            value = (
+                value[part]
+                if is_key
+                else next((item for key, item in value.items() if str(key) == part), None)
+            )
         elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
             value = value[part]
         else:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import logging
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
-from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.fqns import STRUCTURE, Path
-from ckpt.geometry import has_geometry
 from ckpt.ranks.group import Ranks
+from ckpt.state.rank_digests import GROUPS, RankDigests, digest
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import Structure, leaves, name_of, structure_of
-from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor
-from ckpt.transfer.tensor_memory import has_memory_view, memory_of
+from ckpt.state.structure import Structure, structure_of
 
 _logger = logging.getLogger(__name__)
 
-_WHOLE_BYTES = 1 << 20
-"""Smaller tensors are compared whole in each save."""
-_PIECES, _PIECE_BYTES = 64, 4096
 _SHOWN = 5
-_GROUPS = "param_groups"
+_have_saved: set[tuple[str | int, ...]] = set()
+"""Purposes and ranks that have saved together in this process."""
 _noted_buffers: set[str] = set()
 
 
@@ -36,7 +29,8 @@ def agree_on_values(
 ) -> dict[str, Any]:
     """Compare values on all ranks; return those to save, with the groups of all ranks' optimizers.
 
-    `number`: of the save, from 1 on, the same on all ranks; default that of the call.
+    `number`: of the save, from 1 on, the same on all ranks; default that of the call. In the first save of these ranks
+    large tensors are compared whole.
 
     Parameters, optimizer state and loaders that differ are refused. Of buffers rank 0's are saved, as DDP has them;
     other values that differ are warned of, by rank 0. `ckpt.per_rank` says that a part is each rank's own.
@@ -45,31 +39,35 @@ def agree_on_values(
     """
     if ranks.size == 1:
         return values
-    own = _Digests(ranks.call if number is None else number)
-    groups: dict[str, int] = {}
+    is_first = number == 1 or (number is None and (ranks.purpose, *ranks.members) not in _have_saved)
+    if number is None:
+        _have_saved.add((ranks.purpose, *ranks.members))
+    own = RankDigests(ranks.call if number is None else number, is_whole=is_first)
 
-    def look() -> int:
+    def look() -> dict[str, int]:
         for name, value in values.items():
             kind = described.kinds.get(name, "value")
             if kind != "per rank" and name != STRUCTURE:
                 own.add(name, value, kind, described.buffers)
-        groups.update((name, _digest(value)) for name, value in own.groups.items())
-        return _digest([sorted(own.digests.items()), sorted(groups.items())])
+        return {**own.digests(), GROUPS: digest(own.groups)}
 
-    summary = ranks.together("comparison of values", look)
-    is_same, _ = ranks.join((True, summary), _joined_summary)
-    if is_same:
-        return values
-    found = ranks.join(_Compared(own.digests, {}), _Compared.join)
-    if found.differing:
-        _judge(own.names, found.differing, ranks, url)
-    if any(ranks.most([bool(groups)])):
-        values = _with_groups(values, own.groups, ranks, url)
-    return values
+    own_digests = ranks.together("comparison of values", look)
+    joined: dict[str, int | None] = ranks.join(own_digests, _joined)
+    differing = {kind for kind, found in joined.items() if found is None}
+    if kinds := differing - {GROUPS}:
+        digests, names = ranks.together("comparison of values", lambda: own.details(kinds))
+        found = ranks.join(_Compared(digests, {}), _Compared.join)
+        if found.differing:
+            _judge(names, found.differing, ranks, url)
+    return _with_groups(values, own.groups, ranks, url) if GROUPS in differing else values
 
 
-def _joined_summary(some: tuple[bool, int], other: tuple[bool, int]) -> tuple[bool, int]:
-    return some[0] and other[0] and some[1] == other[1], some[1]
+def _joined(some: Mapping[str, int | None], other: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Keep the digests that are the same; None stands for others, also of what only some have."""
+    return {
+        kind: some[kind] if kind in some and kind in other and some[kind] == other[kind] else None
+        for kind in {**some, **other}
+    }
 
 
 @dataclass
@@ -85,105 +83,6 @@ class _Compared:
             if self.digests[number] != other.digests[number]:
                 differing[number] = None
         return _Compared({**other.digests, **self.digests}, differing)
-
-
-class _Digests:
-    """The digests of a rank's values, by the number of their names.
-
-    Args:
-        call: the number of the save in this process, the same on all ranks: in the first one large tensors are
-            compared whole, later ones by a sample that changes with it.
-    """
-
-    def __init__(self, call: int) -> None:
-        self._call = call
-        self.digests: dict[int, int] = {}
-        self.names: dict[int, tuple[str, str]] = {}
-        self.groups: dict[str, Any] = {}
-
-    def add(self, part: str, value: Any, kind: str, buffers: set[str]) -> None:
-        for path, leaf in leaves(value):
-            if kind == "optimizer" and path[:1] == (_GROUPS,):
-                continue
-            name = name_of((part, *path))
-            own_kind = "buffer" if name in buffers else kind
-            for key, digest, is_sharded in self._of(name, leaf):
-                number = xxhash.xxh3_64_intdigest(key.encode(errors="surrogatepass"))
-                self.digests[number] = digest
-                self.names[number] = name, "sharded" if is_sharded else own_kind
-        if kind == "optimizer" and isinstance(value, Mapping):
-            self.groups[part] = value.get(_GROUPS, [])
-
-    def _of(self, name: str, value: Any) -> Iterator[tuple[str, int, bool]]:
-        if not isinstance(value, torch.Tensor):
-            if not isinstance(value, ShardedTensor) and not has_geometry(value):
-                yield name, _digest(value), False
-            return
-        if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            if mesh.size() == torch.distributed.get_world_size() or mesh.get_coordinate() is None:
-                return
-            local = local_tensor(value)
-            if not has_geometry(local):
-                chunk = create_chunk_list(value)[0]
-                place = f"{name}@{tuple(value.shape)}{tuple(chunk.offsets)}"
-                yield place, self._tensor(local), True
-        elif not has_geometry(value):
-            yield name, self._tensor(value), False
-
-    def _tensor(self, tensor: torch.Tensor) -> int:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            if not hasattr(tensor, "__tensor_flatten__"):
-                return 0
-            names, _ = tensor.__tensor_flatten__()
-            return _digest([self._tensor(getattr(tensor, name)) for name in names])
-        facts = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or tensor.numel() == 0:
-            return xxhash.xxh3_64_intdigest(facts)
-        with torch.no_grad():
-            tensor = tensor.detach()
-            if tensor.nbytes >= _WHOLE_BYTES and self._call > 1:
-                tensor = _sample(tensor, self._call)
-            tensor = tensor.cpu()
-            if not has_memory_view(tensor):
-                tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        # Not by way of NumPy: a tensor that has shown its memory to it cannot be resized any more.
-        return xxhash.xxh3_64_intdigest(memory_of(tensor), seed=xxhash.xxh32_intdigest(facts))
-
-
-def _sample(tensor: torch.Tensor, call: int) -> torch.Tensor:
-    """Return some pieces of a tensor, other ones in each save."""
-    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()
-    length = max(1, _PIECE_BYTES // tensor.element_size())
-    last = max(1, flat.numel() - length)
-    starts = [xxhash.xxh3_64_intdigest(b"%d.%d" % (call, number)) % last for number in range(_PIECES)]
-    return torch.cat([flat[start : start + length] for start in starts])
-
-
-def _digest(value: Any) -> int:
-    """Return a number that equal values share, on all ranks."""
-    return xxhash.xxh3_64_intdigest(_canonical(value))
-
-
-def _canonical(value: Any) -> bytes:
-    """Write a value such that equal ones are written alike, whatever the order of their keys."""
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return f"{type(value).__name__}:{value!r}".encode(errors="surrogatepass")
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, torch.Tensor):
-        return f"tensor:{_Digests(1)._tensor(value)}".encode()
-    if isinstance(value, Mapping):
-        members = sorted(_canonical(key) + b"=" + _canonical(item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        members = [*map(_canonical, value)]
-    elif isinstance(value, set | frozenset):
-        members = sorted(map(_canonical, value))
-    else:
-        try:
-            return f"{kind}:".encode() + pickle.dumps(value, protocol=4)
-        except Exception:  # the save says so
-            return kind.encode()
-    return kind.encode() + b"(" + b",".join(b"%d:%s" % (len(member), member) for member in members) + b")"
 
 
 # -- what differs ------------------------------------------------------------------------------------------
@@ -204,6 +103,11 @@ def _judge(
             f"groups of ranks hold other values of {_some(sharded)}, each on a mesh of its own, and one group's would "
             "stand for all: give experts names of their own, such as their number in the model, or one DTensor over "
             "the whole mesh, or save them with ckpt.per_rank"
+        )
+    if chunks := by_kind.get("chunk"):
+        texts.append(
+            f"ranks hold other values of {_some(chunks)} in the same chunk, which its hooks or fields give, and one rank's "
+            "would stand for all: let one rank give it, or all the same values"
         )
     if wrong := [*by_kind.get("model", ()), *by_kind.get("optimizer", ())]:
         texts.append(
@@ -246,17 +150,17 @@ class _Groups:
 
     def join(self, other: _Groups) -> _Groups:
         joined = dict(self.by_digest)
-        for digest, (rank, groups) in other.by_digest.items():
-            known = joined.get(digest)
+        for number, (rank, groups) in other.by_digest.items():
+            known = joined.get(number)
             if known is None or rank < known[0]:
-                joined[digest] = rank, groups
+                joined[number] = rank, groups
         return _Groups(joined)
 
 
 def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks, url: str) -> dict[str, Any]:
     """Return values in which each optimizer has the groups of all ranks, such as those of all stages of a pipeline."""
     own = _Groups(
-        {_digest([name, value]): (ranks.rank, (name, _on_cpu(value))) for name, value in groups.items()}
+        {digest([name, value]): (ranks.rank, (name, _on_cpu(value))) for name, value in groups.items()}
     )
     joined = ranks.join(own, _Groups.join)
     united: dict[str, list[list[dict[str, Any]]]] = {}
@@ -267,14 +171,14 @@ def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks
         if name not in values or len(all_groups) == 1:
             continue
         merged = _merged(name, all_groups, url, ranks)
-        result[name] = {**values[name], _GROUPS: merged}
+        result[name] = {**values[name], GROUPS: merged}
         found: dict[Path, Structure] = {
-            (_GROUPS, number): structure_of(group, name) for number, group in enumerate(merged)
+            (GROUPS, number): structure_of(group, name) for number, group in enumerate(merged)
         }
         found = {unit: structure for unit, structure in found.items() if structure}
         noted = dict(result.get(STRUCTURE, {}))
         if found or name in noted:
-            of_part = {key: text for key, text in noted.get(name, {}).items() if key != _GROUPS}
+            of_part = {key: text for key, text in noted.get(name, {}).items() if key != GROUPS}
             noted[name] = of_part | (texts_of(found) if found else {})
             result[STRUCTURE] = noted
     return result
@@ -288,7 +192,7 @@ def _merged(
     homes: dict[Any, int] = {}
     for groups in all_groups:
         for place, group in enumerate(groups):
-            options = _digest({key: value for key, value in group.items() if key != "params"})
+            options = digest({key: value for key, value in group.items() if key != "params"})
             number = next(
                 (at for at, (where, known, _) in enumerate(merged) if (where, known) == (place, options)),
                 len(merged),

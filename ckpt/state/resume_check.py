@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.format.fqns import STRUCTURE
-from ckpt.geometry import global_shape
+from ckpt.format.fqns import STRUCTURE, Path
+from ckpt.geometry import global_shape, has_geometry
 from ckpt.options import LoadOptions
 from ckpt.save_plans.unplannable import fault_of, may_fail
 from ckpt.state.load_planner import plan_parts
+from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
 from ckpt.state.state_parts import Part
 from ckpt.state.stored import StoredPart, StoredState, StoredValue
 from ckpt.state.structure import build, children, is_flattened, leaves, name_of
 from ckpt.state.targets import Targets, shortened
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> None:
@@ -30,26 +35,37 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
 
     Raises ConfigurationError, which names what could not be restored.
     """
-    tensors = [value for _, value in _values(values) if isinstance(value, torch.Tensor)]
+    parts = {name: part for name, part in parts.items() if not _is_plain(part, values[name])}
+    found = [
+        ((name, *path), leaf)
+        for name, value in values.items()
+        if name in parts or name == STRUCTURE
+        for path, leaf in _leaves(parts.get(name), value)
+    ]
+    tensors = [leaf for _, leaf in found if isinstance(leaf, torch.Tensor)]
     if any(may_fail(tensor) and fault_of(tensor) is not None for tensor in tensors):
         return  # it has no shape to plan by; the save names it
-    paths = {
-        name_of((name, *path)): (name, *path) for name, value in values.items() for path, _ in leaves(value)
-    }
-    texts = {name: value for name, value in _values(values) if name.startswith(f"{STRUCTURE}.")}
-    stored = StoredState((_stored(name, value) for name, value in _values(values)), paths, texts)
+    named = [(name_of(path), path, leaf) for path, leaf in found]
+    texts = {name: leaf for name, path, leaf in named if path[0] == STRUCTURE}
+    stored = StoredState(
+        (_stored(name, leaf) for name, _, leaf in named), {name: path for name, path, _ in named}, texts
+    )
     targets = Targets(LoadOptions(), stored, is_dry=True)
     try:
-        plan_parts(parts, targets)
-        for name, part in parts.items():
-            if isinstance(part, OptimizerState):
-                part.check_groups(values[name])
-            elif isinstance(part, PartState | PlainValue):
-                _check_structure(stored.part(name), values[name])
+        with ExitStack() as stack:
+            for part in parts.values():
+                if isinstance(part, ModelState):
+                    stack.enter_context(part.names.unchanged())
+            plan_parts(parts, targets)
+            for name, part in parts.items():
+                if isinstance(part, OptimizerState):
+                    part.check_groups(values[name])
+                elif isinstance(part, PartState | PlainValue):
+                    _check_structure(stored.part(name), values[name])
     except CheckpointError as error:
         raise ConfigurationError(_refused(error.message)) from None
     targets.settle_missing()
-    faults = [*targets.faults, *_of_refused_classes(values)]
+    faults = [*targets.faults, *_of_refused_classes(named)]
     if targets.missing:
         faults.append(f"the program wants {shortened(targets.missing)}, which this save would not have")
     below = {value.name for name in parts for value in stored.part(name).values.values()}
@@ -59,10 +75,46 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
         raise ConfigurationError(_refused("; ".join(faults[:5])))
 
 
-def _of_refused_classes(values: Mapping[str, Any]) -> Iterator[str]:
+def _leaves(part: Part | None, value: Any) -> Iterator[tuple[Path, Any]]:
+    """List the values that are planned back: of an optimizer one for each parameter, which finds all of its state."""
+    if not isinstance(part, OptimizerState):
+        yield from leaves(value)
+        return
+    for key, below in value.items():
+        if key != "state":
+            yield from leaves(below, (key,))
+            continue
+        for name, own in below.items():
+            found = leaves(own, (key, str(name)))
+            yield from itertools.islice(found, 1) if _is_plain_dict(own) else found
+
+
+def _is_plain(part: Part, value: Any) -> bool:
+    """Tell whether a part is the very dict that is saved, of which flattening loses nothing: it fits itself."""
+    return isinstance(part, PlainValue) and part.state_dict() is value and _is_plain_dict(value)
+
+
+def _is_plain_dict(value: Any) -> bool:
+    if type(value) is not dict or not value:
+        return False
+    for key, item in value.items():
+        if type(key) is not str:
+            return False
+        kind = type(item)
+        if kind in _PLAIN:
+            if may_fail(item) or has_geometry(item):
+                return False
+        elif kind not in (int, float, bool, str) and not _is_plain_dict(item):
+            return False
+    return True
+
+
+def _of_refused_classes(named: Sequence[tuple[str, Path, Any]]) -> Iterator[str]:
     """Name tensors of the program's own classes that a load would refuse to make."""
-    for name, value in _values(values):
+    for name, _, value in named:
         kind = type(value)
+        if kind in _PLAIN:
+            continue
         is_own = isinstance(value, torch.Tensor) and kind.__module__.partition(".")[0] != "torch"
         if is_own and kind not in torch.serialization.get_safe_globals():
             yield (
@@ -75,13 +127,9 @@ def _refused(reason: str) -> str:
     return f"the program that saves could not restore it: {reason}"
 
 
-def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        for path, leaf in leaves(value):
-            yield name_of((name, *path)), leaf
-
-
 def _stored(name: str, value: Any) -> StoredValue:
+    if type(value) in _PLAIN and not has_geometry(value):
+        return StoredValue(name, tuple(value.shape), value.dtype)
     if isinstance(value, torch.Tensor) or hasattr(value, "local_shards"):
         return StoredValue(name, global_shape(value), value.dtype)
     return StoredValue(name)

@@ -75,11 +75,13 @@ class StoredState:
             if rename is not None and path[0] != STRUCTURE:
                 path = _renamed(path, rename)
             parts = self.parts if path[0] != STRUCTURE else self._noted
-            part = parts.setdefault(str(path[0]), StoredPart(str(path[0])))
-            if path[1:] in part.values:
+            part = parts.get(str(path[0]))
+            if part is None:
+                part = parts[str(path[0])] = StoredPart(str(path[0]))
+            below = path[1:]
+            if part.values.setdefault(below, value) is not value:
                 shown = ".".join(map(str, path))
                 raise FormatError(f"two stored names are {shown!r} in the program, one is {value.name!r}")
-            part.values[path[1:]] = value
         for name, text in (texts or {}).items():
             path = paths.get(name, ())[1:]
             if path:
@@ -105,7 +107,8 @@ class StoredState:
         As for DCP's planners, a name may reach into a part, and a part may be stored under flat names.
         """
         own = self.parts.get(name) or self._noted.get(name)
-        below = self._below.get(name, ())
+        is_top = own is not None and "." not in name and name not in self._heads
+        below = () if is_top else self._below.get(name, ())
         if own is not None and (not below or () in own.values):
             return own
         found = StoredPart(name)
@@ -116,6 +119,11 @@ class StoredState:
             found.values[rest] = part.values[path]
             found.nodes |= part.structure(path[: len(path) - len(rest)]) if own is None else {}
         return found
+
+    @functools.cached_property
+    def _heads(self) -> set[str]:
+        """Return the first names of parts that are stored under flat names."""
+        return {top.partition(".")[0] for top in (*self.parts, *self._noted) if "." in top}
 
     @functools.cached_property
     def _below(self) -> dict[str, list[tuple[StoredPart, Path, Path]]]:
