@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
     def grow(self) -> None:
         for parameter in self.parameters():
-            parameter.data.to_local().mul_(1.1)
+            parameter.data.to_local().mul_(1.1)  # type: ignore[attr-defined]
 
 
 def experts_without_their_numbers(rank: int) -> Saves:
@@ -237,7 +237,7 @@ def counts_of_steps_differ(rank: int) -> Saves:
 def one_element_of_the_first_save(rank: int) -> Saves:
     model = net(600)
     with torch.no_grad():
-        model[2].weight[311, 77] += rank
+        model.get_parameter("2.weight")[311, 77] += rank
     yield saved(model)
 
 
@@ -314,5 +314,5 @@ def _meet_warned(rank: int, root: str) -> None:
 def _warnings(state: Mapping[str, Any], url: str) -> list[str]:
     """Save a state; return the warnings, both those of the log and of the record."""
     with warnings_of_ckpt() as found:
-        meta: Any = ckpt.save(state, url).storage_meta
+        meta: Any = ckpt.save(dict(state), url).storage_meta
     return [*found, *meta.warnings]
