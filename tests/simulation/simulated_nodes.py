@@ -561,7 +561,7 @@ class Messages:
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size, self._job, self._call = ranks.rank, ranks.size, ranks._job, ranks.call
-        boxes: Any = vars(ranks.members).setdefault("boxes", defaultdict(list))
+        boxes: Any = vars(ranks._job).setdefault("boxes", defaultdict(list))
         self._boxes: defaultdict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = boxes
 
     def send(self, memory: torch.Tensor, rank: int, tag: int) -> None:
