@@ -67,10 +67,18 @@ class OptimizerState:
     # -- saving --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; nothing is changed by that. Raises ConfigurationError for a parameter without a name."""
+        """Return the state; nothing is changed by that.
+
+        Raises ConfigurationError for a parameter without a name, and for one in several optimizers.
+        """
         state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+        seen: set[Name] = set()
         for optimizer in self._optimizers:
             own = self._own_state(optimizer)
+            names = {name for group in own[_GROUPS] for name in group[_PARAMS]}
+            if twice := seen & names:
+                raise ConfigurationError(_in_several(twice))
+            seen |= names
             state[_STATE] |= own[_STATE]
             state[_GROUPS] += own[_GROUPS]
             if own.get(_EXTRA):
@@ -533,6 +541,13 @@ def _tensor_bytes(values: Any) -> int:
 def _is_meta(tensor: Any) -> bool:
     """Tell whether a parameter has no memory; FSDP1's have, and a rank that holds none of one cannot be asked."""
     return isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor) and tensor.is_meta
+
+
+def _in_several(names: Iterable[Name]) -> str:
+    return (
+        f"several optimizers have {shortened(sorted(map(str, names)))}, and the state of one would stand for all: save "
+        "each as a part of its own, as in training_state(model=model, first=..., second=...)"
+    )
 
 
 def _not_optimizers(value: object) -> str:
