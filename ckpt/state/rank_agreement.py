@@ -44,7 +44,7 @@ def agree_on_values(
         _have_saved.add((ranks.purpose, *ranks.members))
     own = RankDigests(ranks.call if number is None else number, is_whole=is_first)
 
-    def look() -> dict[str, int]:
+    def look() -> dict[str, int | None]:
         for name, value in values.items():
             kind = described.kinds.get(name, "value")
             if kind != "per rank" and name != STRUCTURE:
@@ -52,7 +52,7 @@ def agree_on_values(
         return {**own.digests(), GROUPS: digest(own.groups)}
 
     own_digests = ranks.together("comparison of values", look)
-    joined: dict[str, int | None] = ranks.join(own_digests, _joined)
+    joined = ranks.join(own_digests, _joined)
     differing = {kind for kind, found in joined.items() if found is None}
     if kinds := differing - {GROUPS}:
         digests, names = ranks.together("comparison of values", lambda: own.details(kinds))

@@ -169,9 +169,7 @@ class RankDigests:
             hashed.update(repr(facts).encode())
             hashed.update("\0".join(names).encode(errors="surrogatepass"))
             for batch in self._batches(facts, tensors):
-                if isinstance(batch, int):
-                    batch = batch.to_bytes(8, "little")
-                hashed.update(batch)
+                hashed.update(batch.to_bytes(8, "little") if isinstance(batch, int) else batch)
         return int(hashed.intdigest())
 
     def _each(self, kind: _Kind) -> Iterator[tuple[str, int]]:
