@@ -169,7 +169,8 @@ class RankDigests:
             hashed.update(repr(facts).encode())
             hashed.update("\0".join(names).encode(errors="surrogatepass"))
             for batch in self._batches(facts, tensors):
-                hashed.update(batch.to_bytes(8, "little") if isinstance(batch, int) else batch)
+                data: Any = batch.to_bytes(8, "little") if isinstance(batch, int) else batch
+                hashed.update(data)
         return int(hashed.intdigest())
 
     def _each(self, kind: _Kind) -> Iterator[tuple[str, int]]:

@@ -65,7 +65,15 @@ from ckpt.testing.simulated_objects import Version
 from ckpt.testing.simulator import World
 from ckpt.testing.virtual_time import Process
 from ckpt.trainer_integration import events, keeping
-from ckpt.trainer_integration.run import history, in_flight, near_saves, restore, shared_record, tier
+from ckpt.trainer_integration.run import (
+    held_errors,
+    history,
+    in_flight,
+    near_saves,
+    restore,
+    shared_record,
+    tier,
+)
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Flight
 from ckpt.trainer_integration.run.near_saves import NearSaves
@@ -146,7 +154,16 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 (node_tier, "DrainProcess", functools.partial(_DrainProcess, simulation)),
                 *(
                     (module, "time", Clock)
-                    for module in (history, shared_record, in_flight, near_saves, tier, watch, restore)
+                    for module in (
+                        held_errors,
+                        history,
+                        shared_record,
+                        in_flight,
+                        near_saves,
+                        tier,
+                        watch,
+                        restore,
+                    )
                 ),
                 *((module, "time", Clock) for module in (partners, events, drain_process)),
             ):

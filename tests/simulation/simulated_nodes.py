@@ -528,18 +528,18 @@ class Ranks(product_group.Ranks):
         self.group = simulated_jobs.Ranks(group, rank)
         self.progress = self.group.progress
         self._timeout_s, self.tree, self._watch, self._connected = 600.0, None, None, True
-        self.peers = group
+        self._job = group
 
     def renewed(self) -> Ranks:
         """Make the ranks of the next save or load."""
         self.call += 1
-        return Ranks(self.peers, self.rank, self.call)
+        return Ranks(self._job, self.rank, self.call)
 
     def gather(self, value: T) -> list[T]:
-        return self.broadcast(self.peers.gather(self.rank, value))  # type: ignore[no-any-return]
+        return self.broadcast(self._job.gather(self.rank, value))  # type: ignore[no-any-return]
 
     def broadcast(self, value: Any) -> Any:
-        return self.peers.broadcast(self.rank, value)
+        return self._job.broadcast(self.rank, value)
 
     def roll_call(self, error: BaseException) -> Any:
         if isinstance(error, Crashed):
@@ -560,8 +560,8 @@ class Messages:
     """Stands for `ckpt.ranks.messages.Messages`."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.rank, self.size, self._members, self._call = ranks.rank, ranks.size, ranks.peers, ranks.call
-        boxes: Any = vars(ranks.peers).setdefault("boxes", defaultdict(list))
+        self.rank, self.size, self._job, self._call = ranks.rank, ranks.size, ranks._job, ranks.call
+        boxes: Any = vars(ranks._job).setdefault("boxes", defaultdict(list))
         self._boxes: defaultdict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = boxes
 
     def send(self, memory: torch.Tensor, rank: int, tag: int) -> None:
@@ -583,7 +583,7 @@ class Messages:
         def first() -> int | None:
             return next((n for n, (rank, _) in enumerate(box) if sender in (None, rank)), None)
 
-        self._members._wait(lambda: first() is not None)
+        self._job._wait(lambda: first() is not None)
         number = first()
         assert number is not None
         memory.copy_(box.pop(number)[1])

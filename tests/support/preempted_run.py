@@ -62,8 +62,9 @@ def _loader(kind: str) -> Any:
 
 
 def _train(root: str, kind: str, *, is_early: bool) -> None:
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the same on all ranks, whatever each reads
     batches: Iterator[torch.Tensor] | None = iter(_loader(kind)) if is_early else None
     rule = saving.every_steps(10**6) | saving.on_preemption(grace_s=60)
     with ckpt.CheckpointManager(root, save=rule) as manager:

@@ -51,8 +51,14 @@ class Job:
 @contextmanager
 def training(root: Path, kind: str, ranks: int = 1, *options: str) -> Iterator[Job]:
     command = [sys.executable, "-m", "support.preempted_run", str(root), kind, str(ranks), *options]
+    folders = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
     )
     try:
         job = Job(process)

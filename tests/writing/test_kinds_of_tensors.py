@@ -301,7 +301,6 @@ def _by_process(rank: int, root: str) -> None:
         **REFUSED,
         "bits8": (DENSE["bits8"], "DCP's planner cannot save"),
         "uint4": (REFUSED["uint4"][0], "DCP's planner cannot save"),
-        "qint8": (PICKLED["qint8"], "a Tensor of torch.qint8"),  # torch shares none with processes
     }
     makes = {name: make for name, make in {**DENSE, **PICKLED}.items() if name not in refused}
     with ckpt.CheckpointManager(f"{root}/run", save=1, async_mode="process") as manager:
