@@ -68,10 +68,12 @@ class OptimizerState:
     # -- saving --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; nothing is changed by that. Raises ConfigurationError for a parameter without a name."""
+        """Return the state, and change nothing. Raises ConfigurationError for a parameter without a name, or with two optimizers."""
         state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+        seen: set[Name] = set()
         for optimizer in self._optimizers:
             own = self._own_state(optimizer)
+            _add_names(seen, own[_GROUPS])
             state[_STATE] |= own[_STATE]
             state[_GROUPS] += own[_GROUPS]
             if own.get(_EXTRA):
@@ -545,6 +547,17 @@ def _tensor_bytes(values: Any) -> int:
 def _is_meta(tensor: Any) -> bool:
     """Tell whether a parameter has no memory; FSDP1's have, and a rank that holds none of one cannot be asked."""
     return isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor) and tensor.is_meta
+
+
+def _add_names(seen: set[Name], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Note the parameters of an optimizer. Raises ConfigurationError if another one has them too."""
+    names = {name for group in groups for name in group[_PARAMS]}
+    if twice := seen & names:
+        raise ConfigurationError(
+            f"several optimizers have {shortened(sorted(map(str, twice)))}, and the state of one would stand for all: "
+            "save each as a part of its own, as in training_state(model=model, first=..., second=...)"
+        )
+    seen |= names
 
 
 def _not_optimizers(value: object) -> str:

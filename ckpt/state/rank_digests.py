@@ -239,13 +239,14 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """Return pieces of the bytes of a tensor, at equal distances; other ones in each save."""
+    """Return pieces of the bytes of a tensor, at equal distances; the next ones in the next save."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     flat = tensor.reshape(-1).view(torch.uint8)
     apart = flat.numel() // _PIECES // 16 * 16
-    rest = flat.numel() - apart * _PIECES if turn % 2 else 0
-    first = xxhash.xxh3_64_intdigest(turn.to_bytes(8, "little")) % (apart - _PIECE_BYTES + 1)
+    steps = -(-apart // _PIECE_BYTES)
+    first = min(turn % steps * _PIECE_BYTES, apart - _PIECE_BYTES)
+    rest = flat.numel() - apart * _PIECES if turn // steps % 2 else 0  # the last bytes have their turn too
     rows = flat[rest : rest + apart * _PIECES].view(_PIECES, apart)
     return rows[:, first : first + _PIECE_BYTES].contiguous()
 

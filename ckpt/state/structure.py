@@ -120,6 +120,8 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
             raise ConfigurationError(
                 f"{name_of((name, *path))!r} has keys that read alike, such as 1 and '1': use keys of one type"
             )
+        if len(node.keys) == len(value):  # among others, a number and the text of one are told apart by name
+            node.keys = _short(node.keys)
         if not value:
             node.length = 0
     for member, item in children(value):
@@ -214,7 +216,7 @@ def encode(structure: Structure) -> str:
     for path, node in structure.items():
         values = {
             "kind": node.kind,
-            "keys": _short(node.keys),
+            "keys": node.keys,
             "length": node.length,
             "tensors": node.tensors,
         }
