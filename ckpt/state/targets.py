@@ -258,12 +258,12 @@ def local_boxes(tensor: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 @functools.cache
 def changes_values(stored: torch.dtype, live: torch.dtype) -> bool:
     """Tell whether a cast may change values beyond rounding. One that torch lacks is refused by the load."""
-    if not can_cast(stored, live):
-        return False
-    if stored == live or (live.is_complex and not stored.is_complex and live is not torch.complex32):
+    if stored == live:
         return False
     if stored.is_complex or live.is_complex:
-        return not (stored.is_complex and live.is_complex and live is not torch.complex32)
+        return stored.is_complex and not (live.is_complex and live.itemsize >= stored.itemsize)
+    if not can_cast(stored, live):
+        return False
     if live.is_floating_point:
         if not stored.is_floating_point:
             return live.itemsize == 1 or (
