@@ -38,19 +38,25 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
     Args:
         options: of the load.
-        restores: the program's own run is restored: parts that are not asked for are named as a warning, and digests of
-            all that is delivered are kept in `delivered`.
+        restores: the program's own run is restored: parts that are not asked for are named as a warning.
+        records: digests of all that is delivered are kept in `delivered`, for a certificate.
         takes_any_plain: as for DCP, a plain dict of the caller's need not have all that the checkpoint has of it.
     """
 
     fills_all = True  # `ckpt.reading.coverage` checks it
 
     def __init__(
-        self, options: LoadOptions | None = None, *, restores: bool = False, takes_any_plain: bool = False
+        self,
+        options: LoadOptions | None = None,
+        *,
+        restores: bool = False,
+        records: bool = False,
+        takes_any_plain: bool = False,
     ) -> None:
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
         self.options = options or LoadOptions()
         self._restores, self._takes_any_plain = restores, takes_any_plain
+        self.records = records
         self._parts: dict[str, Part] = {}
         self._targets: Targets | None = None
         self.delivered: Any = None
@@ -105,11 +111,6 @@ class StateLoadPlanner(DefaultLoadPlanner):
             _logger.warning("%s", text)
         for note in targets.notes:
             _logger.info("%s", note)
-
-    @property
-    def records(self) -> bool:
-        """Whether digests of all that is delivered are kept, for a certificate."""
-        return self._restores
 
     def not_asked(self) -> tuple[str, ...]:
         """Return the stored names that have no place in the program, of parts that it does not ask for too."""
@@ -240,22 +241,14 @@ def plan_parts(parts: Mapping[str, Part], targets: Targets) -> None:
 def _advice(missing: Collection[str], stored: StoredState) -> str:
     """Suggest the prefix under which the checkpoint has what is missing."""
     first = min(missing, key=len)
-    for name in stored.names:
-        if name != first and (name.endswith(f".{first}") or first.endswith(f".{name}")):
-            if name.endswith(f".{first}"):
-                prefix = name[: -len(first)]
-                return f"; the checkpoint has {name!r}: LoadOptions(rename={{{prefix!r}: ''}}) may be meant"
-            prefix = first[: -len(name)]
-            return f"; the checkpoint has {name!r}: LoadOptions(rename={{'': {prefix!r}}}) may be meant"
-    tail = first.partition(".")[2]
-    if tail:
+    for begin in range(first.count(".") + 1):
+        tail = first.split(".", begin)[-1]
+        if "." not in tail and "." in first:
+            break  # a last key alone, such as `weight`, is that of many
         for name in stored.names:
-            if name.endswith(f".{tail}"):
-                head = name[: -len(tail)]
-                own = first[: -len(tail)]
-                return (
-                    f"; the checkpoint has {name!r}: LoadOptions(rename={{{head!r}: {own!r}}}) may be meant"
-                )
+            if name != first and (name == tail or name.endswith(f".{tail}")):
+                old, new = name[: -len(tail)], first[: -len(tail)]
+                return f"; the checkpoint has {name!r}: LoadOptions(rename={{{old!r}: {new!r}}}) may be meant"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class OptimizerState:
         self._model = model if isinstance(model, ModelState | None) else ModelState(model)
         self._part = StoredPart("")
         self._plans: list[_OptimizerPlan] = []
+        self._renamed: Callable[[str], str] = str
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class OptimizerState:
 
     def plan(self, part: StoredPart, targets: Targets) -> None:
         """Ask for all that is stored of the parameters of this rank."""
-        self._part = part
+        self._part, self._renamed = part, targets.stored.renamed
         self._plans = []
         for path, value in part.values.items():
             # Options of groups are few, and each rank finds its own among them.
@@ -207,7 +208,7 @@ class OptimizerState:
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""
-        loaded = _stored_groups(self._part, values)
+        loaded = _stored_groups(self._part, values, self._renamed)
         for plan in self._plans:
             state: dict[Name, Any] = {}
             for name, stored in plan.found.items():
@@ -396,10 +397,21 @@ def _names(model: ModelState | None, parameters: Sequence[torch.Tensor]) -> list
     return names
 
 
-def _stored_groups(part: StoredPart, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _stored_groups(
+    part: StoredPart, values: Mapping[str, Any], renamed: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Return the stored groups, with the names that their parameters have in the program."""
     leaves = {path: values[value.name] for path, value in part.below((_GROUPS,)).items()}
     groups = build(leaves, part.structure((_GROUPS,)), None, f"{part.name}.{_GROUPS}")
-    return groups if isinstance(groups, list) else []
+    if not isinstance(groups, list):
+        return []
+    above = f"{part.name}.{_STATE}."
+    for group in groups:
+        names = group.get(_PARAMS, ())
+        group[_PARAMS] = [
+            renamed(above + name).removeprefix(above) if isinstance(name, str) else name for name in names
+        ]
+    return groups
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:

@@ -79,7 +79,12 @@ class _PartValues:
             targets.missing += [name_of((self._name, *path)) for path in known]
             if not known:
                 targets.notes.append(f"the checkpoint has nothing of {self._name!r}")
+        is_strict = targets.options.strict is True
+        if is_strict and stored:
+            targets.missing += [name_of((self._name, *path)) for path in known if path not in stored]
         for path, value in stored.items():
+            if is_strict and path not in known:
+                continue  # left over
             self._asked[path] = value
             if value.shape is None:
                 targets.object(value)
@@ -150,6 +155,7 @@ class PlainValue:
     def __init__(self, name: str, value: Any, holder: dict[str, Any]) -> None:
         self._name, self._live, self._holder = name, value, holder
         self._asked: dict[Path, StoredValue] = {}
+        self._kept: list[Path] = []
         self._structure: Structure = {}
 
     def state_dict(self) -> Any:
@@ -184,10 +190,9 @@ class PlainValue:
                 targets.as_stored(value, like=like, device=_device(own, flag))
         if not part.values and not self._structure and not known and is_flattened(self._live):
             return  # a container that holds nothing: as before, on both sides
-        is_lost = not part.values and not self._structure
-        for path, own in known.items():
-            if path in self._asked or not (is_lost or self._is_strict_at(path[:-1], strict)):
-                continue
+        self._kept = [path for path in known if path not in self._asked and _is_lacking(path, part)]
+        for path in self._kept:
+            own = known[path]
             if not (isinstance(own, torch.Tensor) and own.numel() == 0 and not part.values):
                 targets.lack(name_of((self._name, *path)), own)
 
@@ -217,11 +222,19 @@ class PlainValue:
         found = {path: values[value.name] for path, value in self._asked.items()}
         if not found and not self._structure:
             return
-        if self._asked.keys() != dict(leaves(self._live)).keys():
-            for path, own in leaves(self._live):  # what only the program has stays
-                if path not in found and self._is_strict_at(path[:-1], None):
-                    found[path] = own
+        known = dict(leaves(self._live))
+        found |= {path: known[path] for path in self._kept}  # what only the program has stays
         self._holder[self._name] = filled(self._live, build(found, self._structure, self._live, self._name))
+
+
+def _is_lacking(path: Path, part: StoredPart) -> bool:
+    """Tell whether a dict in the checkpoint lacks a key; a value that was a container, or a shorter list, is as it was saved."""
+    for at in range(len(path) + 1):
+        if path[:at] in part.values:
+            return False
+        if at == len(path) or not part.has_below(path[: at + 1]):
+            return at == len(path) or isinstance(path[at], str)
+    return True
 
 
 def filled(live: Any, loaded: Any) -> Any:

@@ -43,6 +43,14 @@ class StoredPart:
         """Return what flattening lost at a path and below it, by paths from there."""
         return {path[len(below) :]: node for path, node in self.nodes.items() if path[: len(below)] == below}
 
+    def has_below(self, path: Path) -> bool:
+        """Tell whether anything is stored at a path or below it."""
+        return path in self._prefixes
+
+    @functools.cached_property
+    def _prefixes(self) -> set[Path]:
+        return {path[:at] for path in [*self.values, *self.nodes] for at in range(len(path) + 1)}
+
     def below(self, path: Path) -> dict[Path, StoredValue]:
         """Return the values at a path and below it, by paths from there."""
         return {at[len(path) :]: value for at, value in self.values.items() if at[: len(path)] == path}
@@ -85,8 +93,10 @@ class StoredState:
         for name, text in (texts or {}).items():
             path = paths.get(name, ())[1:]
             if path:
-                part = self.parts.setdefault(str(path[0]), StoredPart(str(path[0])))
-                part.nodes |= decode(text, name)
+                for at, node in decode(text, name).items():
+                    whole = (path[0], *at) if rename is None else _renamed((path[0], *at, "_"), rename)[:-1]
+                    renamed = self.parts.setdefault(str(whole[0]), StoredPart(str(whole[0])))
+                    renamed.nodes[whole[1:]] = node
 
     @classmethod
     def of(
@@ -184,6 +194,8 @@ def _renamed(path: Path, rename: Rename) -> Path:
     while rest and renamed.endswith(f".{rest[-1]}"):
         renamed = renamed[: -len(str(rest[-1])) - 1]
         end.insert(0, rest.pop())
+    if not rest and end and begin:  # a longer prefix: one key, of dots, as the names of models have them
+        return (*begin, f"{renamed}.{end[0]}", *end[1:])
     if rest and str(rest[-1]) == renamed and len(rest) == 1:
         return (*begin, rest[0], *end)
     if not begin and "." in renamed:  # the part's name comes first

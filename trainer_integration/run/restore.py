@@ -139,7 +139,7 @@ def restore(
     nearest = saves.nearest if isinstance(saves, NearSaves) else None
 
     def attempt(url: str, choice: Choice | None = None) -> StateLoadPlanner:
-        planner = StateLoadPlanner(options, restores=choice is not None)
+        planner = _planner(options, has_initial=initial is not None, is_own=choice is not None)
         if nearest is not None and choice is not None and choice.near is not None:
             read.update(nearest.load(state, choice, planner, load_options))
         else:
@@ -189,6 +189,12 @@ def restore(
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
     more = {"state": state, "_planner": loaded, "is_initial": True}
     return Restored(number, shown, tuple(passed_over), loaded.missing, **more)
+
+
+def _planner(options: LoadOptions, *, has_initial: bool, is_own: bool) -> StateLoadPlanner:
+    """Make the planner of a load; names are those of the checkpoint to begin with: the run's own have the program's."""
+    own = replace(options, rename=None) if has_initial and is_own else options
+    return StateLoadPlanner(own, restores=is_own, records=True)
 
 
 def _checked(
