@@ -241,9 +241,8 @@ class OptimizerState:
 
     def check_groups(self, state: Mapping[str, Any]) -> None:
         """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
-        for optimizer in self._optimizers:
-            if state[_GROUPS]:
-                _matched(self._names_by_group(optimizer), state[_GROUPS], self._model)
+        for optimizer in self._optimizers if state[_GROUPS] else ():
+            _matched(self._names_by_group(optimizer), state[_GROUPS], self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the optimizers to a state as `state_dict` gives it."""
