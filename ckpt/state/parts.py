@@ -229,12 +229,12 @@ class PlainValue:
 
 def _is_lacking(path: Path, part: StoredPart) -> bool:
     """Tell whether a dict in the checkpoint lacks a key; a value that was a container, or a shorter list, is as it was saved."""
-    for at in range(len(path) + 1):
+    for at, key in enumerate(path):
         if path[:at] in part.values:
             return False
-        if at == len(path) or not part.has_below(path[: at + 1]):
-            return at == len(path) or isinstance(path[at], str)
-    return True
+        if not part.has_below(path[: at + 1]):
+            return isinstance(key, str)
+    return not part.has_below(path)
 
 
 def filled(live: Any, loaded: Any) -> Any:
