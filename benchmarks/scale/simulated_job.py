@@ -31,6 +31,8 @@ from ckpt.reading import read_once
 from ckpt.reading.parcels import part_bytes
 from ckpt.save_plans.exchange import FEW_RANKS as FEW_RANKS_THAT_TELL
 from ckpt.save_plans.receipt_messages import ReceiptStep, message_of
+from ckpt.state.rank_agreement import Compared
+from ckpt.state.rank_digests import GROUPS
 from ckpt.transfer import fetcher
 from ckpt.transfer.pieces import Piece
 from ckpt.transfer.read_requests import plan_requests
@@ -188,6 +190,11 @@ class Simulation:
     def _value(self, rank: int, own: Any) -> Any:
         if isinstance(own, Outcome):
             return Outcome.of(rank, next(iter(own.calls)), None)
+        stage = rank // self.others.stage_size
+        if stage and isinstance(own, Mapping) and GROUPS in own:  # of other names, by kind
+            return {kind: found if kind == GROUPS else hash((found, stage)) for kind, found in own.items()}
+        if stage and isinstance(own, Compared):
+            return Compared({number ^ stage: found for number, found in own.digests.items()}, {})
         if self.question == "_ask":
             return {path: [rank] for path in self.wanted[rank]}
         if self.question != "_tell":

@@ -56,7 +56,7 @@ def agree_on_values(
     differing = {kind for kind, found in joined.items() if found is None}
     if kinds := differing - {GROUPS}:
         digests, names = ranks.together("comparison of values", lambda: own.details(kinds))
-        found = ranks.join(_Compared(digests, {}), _Compared.join)
+        found = ranks.join(Compared(digests, {}), Compared.join)
         if found.differing:
             _judge(names, found.differing, ranks, url)
     return _with_groups(values, own.groups, ranks, url) if GROUPS in differing else values
@@ -71,18 +71,18 @@ def _joined(some: Mapping[str, int | None], other: Mapping[str, int | None]) -> 
 
 
 @dataclass
-class _Compared:
+class Compared:
     """Digests by the number of a name, and the numbers of those that differ."""
 
     digests: dict[int, int]
     differing: dict[int, None]
 
-    def join(self, other: _Compared) -> _Compared:
+    def join(self, other: Compared) -> Compared:
         differing = {**self.differing, **other.differing}
         for number in self.digests.keys() & other.digests.keys():
             if self.digests[number] != other.digests[number]:
                 differing[number] = None
-        return _Compared({**other.digests, **self.digests}, differing)
+        return Compared({**other.digests, **self.digests}, differing)
 
 
 # -- what differs ------------------------------------------------------------------------------------------
