@@ -266,6 +266,7 @@ def test_a_large_tensor_of_an_undeclared_class_is_named(
 ) -> None:
     """Its elements are not read for that; and the advice is one that a load of tensors takes."""
     caplog.set_level(logging.WARNING)
+    declared = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
         large = Quantized(
@@ -285,7 +286,7 @@ def test_a_large_tensor_of_an_undeclared_class_is_named(
             with pytest.raises(UnsafeContent, match=r"Quantized.*add_safe_globals"):
                 ckpt.load(state, tmp_path / name)
     finally:
-        torch.serialization.add_safe_globals([Quantized, Unplannable])
+        torch.serialization.add_safe_globals(declared)  # also those of other tests
 
 
 # -- in a process of its own ---------------------------------------------------------------------------
