@@ -23,6 +23,9 @@ from ckpt.trainer_integration.run.held_errors import errors_held, pause, wait_fo
 
 SHORT_S, LONG_S = 1e-5, 0.02
 
+# Python itself drops, with this warning, an error that a handler raises in a callback of the collector or in `__del__`.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 class Interrupt(BaseException):
     """Like KeyboardInterrupt: no library may take it for a failure."""
