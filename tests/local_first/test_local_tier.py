@@ -182,7 +182,7 @@ def test_no_wait_for_a_record_that_cannot_be_written(tmp_path: Path) -> None:
             return "stall" if is_dead.is_set() and "ckpt-run" in call.key else "pass"
 
         proxy.rule, log = rule, Log()
-        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0)
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0, answer_timeout_s=0.5)
         more: dict[str, Any] = {"storage_options": proxy.options, "preflight": False, "local": local}
         with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
             manager.step(1, state_of(1))
@@ -431,8 +431,11 @@ def test_what_was_saved_again_makes_no_room(tmp_path: Path) -> None:
             assert manager.restore(state_of(0), step=1)
             for step in (2, 3, 4, 5):
                 manager.step(step, state_of(step))
-    assert log.steps("not_local") == [5]
-    assert {path.parent.name[-1] for path in local_of(tmp_path).glob("step-*/commit.json")} == {"2", "3", "4"}
+            log.wait_for("not_local", 5)
+            assert log.steps("not_local") == [5]
+            kept = {path.parent.name[-1] for path in local_of(tmp_path).glob("step-*/commit.json")}
+            assert kept == {"2", "3", "4"}
+            dead.clear()
 
 
 def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:
@@ -491,7 +494,7 @@ def test_a_disk_without_any_room_is_carried(tmp_path: Path, small_disk: Path) ->
         with ckpt.CheckpointManager(
             "s3://bucket/run",
             save=1,
-            local=ckpt.LocalTier(small_disk / "local", keep=1),
+            local=ckpt.LocalTier(small_disk / "local", keep=1, answer_timeout_s=0.5),
             storage_options=options,
             preflight=False,
             events=[log.append],
@@ -578,7 +581,7 @@ def test_a_process_that_may_not_write_says_so(tmp_path: Path) -> None:
 def test_what_cannot_become_durable_is_told(tmp_path: Path) -> None:
     with dead_store() as (_, options, dead):
         log = Log()
-        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0)
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=1.0, answer_timeout_s=0.5)
         more: dict[str, Any] = {"storage_options": options, "preflight": False, "local": local}
         with ckpt.CheckpointManager("s3://bucket/run", save=1, events=[log.append], **more) as manager:
             dead.set()
