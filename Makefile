@@ -14,7 +14,8 @@ SEED ?= 0
 # Tests start some hundred processes: without compiled files each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 4
+# Four workers also on two cores: much of the time goes into waits for servers, ranks and deadlines.
+PYTEST := $(RUN)/python -m pytest -n 4
 
 # The tiers of the tests: what a test uses says where it belongs (tests/support/tiers.py).
 QUICK := not long and not integration and (smoke or not (ranks or server))
