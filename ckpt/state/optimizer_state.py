@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import logging
 from collections import defaultdict
@@ -19,7 +21,7 @@ from ckpt.state import flat_parameters
 from ckpt.state.canonical_names import without_wrappers
 from ckpt.state.model_state import ModelState
 from ckpt.state.stored import StoredPart, StoredValue
-from ckpt.state.structure import Structure, build, structure_of
+from ckpt.state.structure import Structure, build, leaves, name_of, structure_of
 from ckpt.state.targets import Targets, empty_like, shortened
 from ckpt.torch_private import ShardedTensor, has_load_hooks
 
@@ -27,6 +29,10 @@ _logger = logging.getLogger(__name__)
 
 _ADAM_MOMENTS = 2
 _STATE, _GROUPS, _PARAMS, _EXTRA = "state", "param_groups", "params", "extra"
+_LABELS = "param_names"
+_BY_PARAMETER = {_PARAMS, _LABELS}
+"""What a group has of each parameter, in their order."""
+_PATHS_BY_PARAMETER = {(key,) for key in _BY_PARAMETER}
 _WHOLE = "whole"
 """In `extra`: the state dict of an optimizer that cannot be taken apart."""
 
@@ -71,8 +77,7 @@ class OptimizerState:
         """Return the state, and change nothing. Raises ConfigurationError for a parameter without a name, or with two optimizers."""
         state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
         seen: set[Name] = set()
-        for optimizer in self._optimizers:
-            own = self._own_state(optimizer)
+        for own in self._own_states():
             _add_names(seen, own[_GROUPS])
             state[_STATE] |= own[_STATE]
             state[_GROUPS] += own[_GROUPS]
@@ -100,8 +105,16 @@ class OptimizerState:
         for optimizer in self._optimizers:
             trained = [p for p in _parameters(optimizer) if p.requires_grad]
             total += _tensor_bytes(optimizer.state) or _ADAM_MOMENTS * _tensor_bytes(trained)
-        model = None if self._model is None else self._model.fsdp_model
-        return total if model is None else flat_parameters.shards(model) * total
+        models = [] if self._model is None else self._model.fsdp_models
+        return flat_parameters.shards(models[0]) * total if models else total
+
+    def _own_states(self) -> list[dict[str, Any]]:
+        with self._names_kept():
+            return [*map(self._own_state, self._optimizers)]
+
+    def _names_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Ask the model for its names once: there may be an optimizer for each parameter."""
+        return contextlib.nullcontext() if self._model is None else self._model.names.unchanged()
 
     def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
         packed = optimizer.state_dict()
@@ -114,7 +127,7 @@ class OptimizerState:
             )
             name = str(_names(self._model, parameters[:1])[0]) if parameters else ""
             return {_STATE: {}, _GROUPS: [], _EXTRA: {name: {_WHOLE: packed}}}
-        fsdp = None if self._model is None else self._model.fsdp_model
+        fsdp = self._fsdp_of(optimizer)
         if fsdp is not None:
             return flat_parameters.state_by_name(fsdp, optimizer, packed, self._parameter_names())
         names = _names(self._model, parameters)
@@ -131,6 +144,22 @@ class OptimizerState:
     def _parameter_names(self) -> dict[int, str]:
         return {} if self._model is None else self._model.parameter_names()[0]
 
+    def _fsdp_of(self, optimizer: Optimizer) -> nn.Module | None:
+        """Return the model that FSDP1 has wrapped, and whose parameters an optimizer has; None for other models."""
+        if self._model is None:
+            return None
+        wanted = {id(parameter) for parameter in _parameters(optimizer)}
+        for model in self._model.fsdp_models:
+            held = wanted & {id(parameter) for parameter in model.parameters()}
+            if held == wanted:
+                return model
+            if held:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has parameters of a module that FSDP1 wraps, and of another one: give each "
+                    "an optimizer of its own, or let FSDP1 wrap a module that holds both"
+                )
+        return None
+
     def _flat_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[Name]]:
         return [
             [*names] for names in flat_parameters.names_by_group(model, optimizer, self._parameter_names())
@@ -138,7 +167,7 @@ class OptimizerState:
 
     def _names_by_group(self, optimizer: Optimizer) -> list[list[Name]]:
         """Return the names of the parameters of each group."""
-        fsdp = None if self._model is None else self._model.fsdp_model
+        fsdp = self._fsdp_of(optimizer)
         if fsdp is not None:
             return self._flat_names(fsdp, optimizer)
         return _split(optimizer, _names(self._model, _parameters(optimizer)))
@@ -163,14 +192,17 @@ class OptimizerState:
         for path in part.nodes:  # a state that holds nothing
             if path[:1] == (_STATE,) and len(path) == 2:
                 stored[path[1]]
-        if part.values and not any(
-            path[:1] in ((_GROUPS,), (_EXTRA,)) for path in [*part.values, *part.nodes]
-        ):
+        known = {path[0] for path in [*part.values, *part.nodes] if path}
+        if not known and self._optimizers:
+            targets.missing.append(part.name)
+        elif not known & {_GROUPS, _EXTRA}:
             targets.faults.append(
                 f"{part.name!r} has no param_groups in the checkpoint: it is no state of an optimizer"
             )
-        for optimizer in self._optimizers:
-            self._plans.append(self._plan_one(optimizer, stored, part, targets))
+        with self._names_kept():
+            for optimizer in self._optimizers:
+                _replace(optimizer, targets.replaced)
+            self._plans = [self._plan_one(each, stored, part, targets) for each in self._optimizers]
 
     def _plan_one(
         self,
@@ -179,8 +211,7 @@ class OptimizerState:
         part: StoredPart,
         targets: Targets,
     ) -> _OptimizerPlan:
-        _replace(optimizer, targets.replaced)
-        fsdp = None if self._model is None else self._model.fsdp_model
+        fsdp = self._fsdp_of(optimizer)
         entries: list[tuple[Name, Any]]
         likes: dict[Name, Any] = {}
         if fsdp is None:
@@ -203,46 +234,82 @@ class OptimizerState:
             like = likes.get(name)
             for path, value in stored[found].items():
                 _plan_value(value, path, like, live, optimizer, targets)
-        _plan_extra(plan, part, targets)
+        self._plan_extra(plan, part, targets)
         return plan
+
+    def _plan_extra(self, plan: _OptimizerPlan, part: StoredPart, targets: Targets) -> None:
+        """Ask for what `state_dict` had beyond states and groups: it is stored by one of the parameters."""
+        extra: dict[Name, str | int] = {
+            str(path[1]): path[1]
+            for path in [*part.values, *part.nodes]
+            if path[:1] == (_EXTRA,) and path[1:]
+        }
+        found = _lookup(self._model, extra, [*map(str, plan.names)]) if extra else {}
+        for name in list(found.values())[:1]:
+            plan.extra_at = (_EXTRA, extra[str(name)])
+            plan.extra = part.below(plan.extra_at)
+            for value in plan.extra.values():
+                if value.shape is None:
+                    targets.object(value)
+                else:
+                    targets.as_stored(value)
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""
         loaded = _stored_groups(self._part, values, self._renamed)
-        for plan in self._plans:
-            state: dict[Name, Any] = {}
-            for name, stored in plan.found.items():
-                leaves = {
-                    path: values[value.name] for path, value in self._part.below((_STATE, stored)).items()
-                }
-                state[name] = build(
-                    leaves, self._part.structure((_STATE, stored)), None, f"{self._part.name}.{_STATE}.{name}"
-                )
-            extra: Any = {}
-            if plan.has_extra:
-                at = (_EXTRA, str(plan.names[0]))
-                extra = build(
-                    {path: values[value.name] for path, value in plan.extra.items()},
-                    self._part.structure(at),
-                    None,
-                    f"{self._part.name}.{_EXTRA}",
-                )
-            self._set(plan.optimizer, plan.names, state, loaded, extra)
+        with self._names_kept():
+            for plan in self._plans:
+                self._take_one(plan, values, loaded)
+
+    def _take_one(
+        self, plan: _OptimizerPlan, values: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]
+    ) -> None:
+        part = self._part
+        state: dict[Name, Any] = {}
+        for name, stored in plan.found.items():
+            found = {path: values[value.name] for path, value in part.below((_STATE, stored)).items()}
+            state[name] = build(found, part.structure((_STATE, stored)), None, f"{part.name}.{_STATE}.{name}")
+        extra: Any = {}
+        if plan.extra_at:
+            found = {path: values[value.name] for path, value in plan.extra.items()}
+            extra = build(found, part.structure(plan.extra_at), None, f"{part.name}.{_EXTRA}")
+        plan.homes = self._set(plan.optimizer, plan.names, state, loaded, extra)
 
     def live(self) -> dict[str, Any]:
-        """Return the optimizers' values by the stored names of the last plan; of groups those of their options."""
+        """Return the optimizers' values by the stored names of the last load; what was not stored by that of a save."""
         found: dict[str, Any] = {}
-        for plan in self._plans:
-            own = self._own_state(plan.optimizer)
-            for name, stored in plan.found.items():
-                values = self._part.below((_STATE, stored))
-                found |= {value.name: _member(own[_STATE].get(name), path) for path, value in values.items()}
+        for plan, own in zip(self._plans, self._own_states(), strict=True):
+            for name in plan.names:
+                found |= self._live_at((_STATE, plan.found.get(name, name)), own[_STATE].get(name))
+            for group, homes in zip(own[_GROUPS], plan.homes, strict=False):
+                options = {key: value for key, value in group.items() if key not in _BY_PARAMETER}
+                for home in homes:
+                    for name, value in self._live_at((_GROUPS, home), options).items():
+                        # Two groups of the program that were one when saved: both have to be as it was.
+                        is_other = name in found and not _equal(found[name], value)
+                        found[name] = (found[name], value) if is_other else value
+            for extra in own.get(_EXTRA, {}).values():
+                found |= self._live_at(plan.extra_at, extra) if plan.extra_at else {}
         return found
+
+    def _live_at(self, at: Path, value: Any) -> dict[str, Any]:
+        """Return what a value of the program holds, by the names of what is stored at a path, or would be."""
+        is_empty = value is None or (isinstance(value, Mapping) and not value)
+        own = {} if is_empty else dict(leaves(value))
+        known = {
+            path: each for path, each in self._part.below(at).items() if path[:1] not in _PATHS_BY_PARAMETER
+        }
+        found = {each.name: own.get(path) for path, each in known.items()}
+        others = own.keys() - known.keys()
+        return found | {name_of((self._part.name, *at, *path)): own[path] for path in others}
 
     def check_groups(self, state: Mapping[str, Any]) -> None:
         """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
+        whole = {name for name, extra in state.get(_EXTRA, {}).items() if _WHOLE in extra}
         for optimizer in self._optimizers if state[_GROUPS] else ():
-            _matched(self._names_by_group(optimizer), state[_GROUPS], self._model)
+            by_group = self._names_by_group(optimizer)
+            if not whole & {str(name) for name in itertools.chain(*by_group)}:
+                _homes(by_group, state[_GROUPS], self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the optimizers to a state as `state_dict` gives it."""
@@ -260,13 +327,15 @@ class OptimizerState:
         state: Mapping[Name, Any],
         groups: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
-    ) -> None:
+    ) -> list[list[int]]:
+        """Set one optimizer; return the numbers of the stored groups in which the parameters of each group were."""
         if _WHOLE in extra:
             optimizer.load_state_dict(extra[_WHOLE])
-            return
-        fsdp = None if self._model is None else self._model.fsdp_model
+            return []
+        fsdp = self._fsdp_of(optimizer)
         by_group = self._names_by_group(optimizer)
-        chosen = _matched(by_group, groups, self._model)
+        homes = _homes(by_group, groups, self._model)
+        chosen = _matched(by_group, groups, homes, self._model)
         if fsdp is None:
             numbers = {name: number for number, name in enumerate(names)}
             states: dict[Any, Any] = {numbers[name]: value for name, value in state.items()}
@@ -283,17 +352,25 @@ class OptimizerState:
             start += count
         more = {key: value for key, value in extra.items() if key != _STATE}
         _apply(optimizer, {_STATE: states, _GROUPS: packed_groups, **more})
+        return homes
 
 
 @dataclass
 class _OptimizerPlan:
-    """What is loaded of one optimizer: the stored name of each parameter that has a state."""
+    """What is loaded of one optimizer.
+
+    Attributes:
+        found: the stored name of each parameter that has a state.
+        extra, extra_at: what its `state_dict` had beyond states and groups, and where that is stored.
+        homes: the numbers of the stored groups in which the parameters of each group were.
+    """
 
     optimizer: Optimizer
     names: list[Name]
     found: dict[Name, Name] = field(default_factory=dict)
     extra: dict[Path, StoredValue] = field(default_factory=dict)
-    has_extra: bool = False
+    extra_at: Path = ()
+    homes: list[list[int]] = field(default_factory=list)
 
 
 def _plan_value(
@@ -319,43 +396,47 @@ def _plan_value(
     targets.as_stored(value, like=like, live=_member(live, path), device=device)
 
 
-def _plan_extra(plan: _OptimizerPlan, part: StoredPart, targets: Targets) -> None:
-    """Ask for what `state_dict` had beyond states and groups."""
-    for name in map(str, plan.names[:1]):
-        plan.extra = part.below((_EXTRA, name))
-        plan.has_extra = bool(plan.extra) or (_EXTRA, name) in part.nodes
-        for value in plan.extra.values():
-            if value.shape is None:
-                targets.object(value)
-            else:
-                targets.as_stored(value)
-
-
-def _matched(
-    by_group: Sequence[Sequence[Name]],
-    groups: Sequence[Mapping[str, Any]],
-    model: ModelState | None,
-) -> list[dict[str, Any]]:
-    """Find the stored options of each group by its parameters. Raises LoadFailed, which names them, if it has none."""
+def _homes(
+    by_group: Sequence[Sequence[Name]], groups: Sequence[Mapping[str, Any]], model: ModelState | None
+) -> list[list[int]]:
+    """Find the stored groups of each group by its parameters. Raises LoadFailed, which names them, if it has none."""
     homes: dict[Name, int] = {}
     for number, group in enumerate(groups):
         for name in group.get(_PARAMS, ()):
             homes.setdefault(name, number)
     known = _lookup(model, homes, [*itertools.chain(*by_group)])
-    empty = iter([group for group in groups if not group.get(_PARAMS)])
-    chosen = []
+    empty = iter([number for number, group in enumerate(groups) if not group.get(_PARAMS)])
+    found = []
     for own in by_group:
-        if not own:
-            chosen.append(_options(next(empty, {})))
-            continue
         lost = [str(name) for name in own if name not in known]
         if lost and groups:
             raise LoadFailed(
                 f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
                 "parameters that it had when it was saved, or leave it out of the restore"
             )
-        found = {homes[known[name]] for name in own if name in known}
-        chosen.append(_common_options([groups[number] for number in sorted(found)], own))
+        found.append(sorted({homes[known[name]] for name in own if name in known}) if own else [*empty][:1])
+    return found
+
+
+def _matched(
+    by_group: Sequence[Sequence[Name]],
+    groups: Sequence[Mapping[str, Any]],
+    homes: Sequence[Sequence[int]],
+    model: ModelState | None,
+) -> list[dict[str, Any]]:
+    """Return the stored options of each group. Raises LoadFailed if its parameters had several."""
+    labels: dict[Name, str] = {}
+    for group in groups:
+        if len(group.get(_LABELS, ())) == len(group.get(_PARAMS, ())):
+            labels |= zip(group.get(_PARAMS, ()), group.get(_LABELS, ()), strict=True)
+    chosen = []
+    for own, numbers in zip(by_group, homes, strict=True):
+        # Groups that were one get tensors of their own, which the program may change one by one.
+        options = copy.deepcopy(_common_options([groups[number] for number in numbers], own))
+        known = _lookup(model, labels, own) if labels else {}
+        if own and known.keys() >= {*own}:
+            options[_LABELS] = [labels[known[name]] for name in own]
+        chosen.append(options)
     return chosen
 
 
@@ -365,15 +446,15 @@ def _lookup(model: ModelState | None, stored: Mapping[Name, Any], names: Sequenc
     same = {} if model is None else model.same_tensors()
     older: dict[str, Name] | None = None
     numbers = {str(name): name for name in stored} if all(str(name).isdecimal() for name in stored) else {}
+    taken = {*names}  # each of these is a parameter of its own
     for number, name in enumerate(names):
         known: Name | None = name
         if name not in stored:
             if older is None:  # only now: nearly always all are found
                 older = {without_wrappers(each): each for each in stored if isinstance(each, str)}
             tries: list[Name] = [*same.get(str(name), ()), older.get(str(name), name)]
-            known = next((each for each in tries if each in stored), None)
-        if known is None and (isinstance(name, int) or numbers):  # numbered, as Optimizer.state_dict has it
-            known = numbers.get(str(number))
+            tries.append(numbers.get(str(number), name))  # numbered, as Optimizer.state_dict has it
+            known = next((each for each in tries if each in stored and each not in taken), None)
         if known is not None:
             found[name] = known
     return found
@@ -400,8 +481,8 @@ def _stored_groups(
     part: StoredPart, values: Mapping[str, Any], renamed: Callable[[str], str]
 ) -> list[dict[str, Any]]:
     """Return the stored groups, with the names that their parameters have in the program."""
-    leaves = {path: values[value.name] for path, value in part.below((_GROUPS,)).items()}
-    groups = build(leaves, part.structure((_GROUPS,)), None, f"{part.name}.{_GROUPS}")
+    found = {path: values[value.name] for path, value in part.below((_GROUPS,)).items()}
+    groups = build(found, part.structure((_GROUPS,)), None, f"{part.name}.{_GROUPS}")
     if not isinstance(groups, list):
         return []
     above = f"{part.name}.{_STATE}."
@@ -432,7 +513,7 @@ def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) 
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != _PARAMS}
+    return {key: value for key, value in group.items() if key not in _BY_PARAMETER}
 
 
 def _equal(some: Any, other: Any) -> bool:
@@ -444,7 +525,7 @@ def _equal(some: Any, other: Any) -> bool:
 def _note_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Say which options only the checkpoint or only the program has."""
     new = sorted(map(str, options.keys() - group.keys()))
-    gone = sorted(map(str, group.keys() - options.keys() - {_PARAMS}))
+    gone = sorted(map(str, group.keys() - options.keys() - _BY_PARAMETER))
     if new:
         _logger.info(
             "a group of the optimizer gets options that the program does not set: %s", ", ".join(new)
@@ -464,36 +545,43 @@ def _apply(optimizer: Optimizer, packed: dict[str, Any]) -> None:
         for key, value in packed[_STATE].items():
             state[parameters[key] if type(key) is int else key] = value
         for group, options in zip(optimizer.param_groups, packed[_GROUPS], strict=True):
-            group.update(_options(options))
+            group.update({key: value for key, value in options.items() if key != _PARAMS})
         optimizer.__setstate__({_STATE: state, _GROUPS: optimizer.param_groups})
         return
     optimizer.load_state_dict(packed)
+    saved_again = optimizer.state_dict()
+    again = saved_again.get(_STATE, {}) if isinstance(saved_again, Mapping) else {}
     for key, given in packed[_STATE].items():
         parameter = parameters[key] if type(key) is int else key
         loaded = optimizer.state.get(parameter)
-        if isinstance(loaded, dict) and isinstance(given, dict):
-            _undo_casts(loaded, given, parameter)
+        if all(isinstance(each, dict) for each in (loaded, given, again.get(key))):
+            _undo_casts(loaded, given, again[key], parameter)
 
 
-def _undo_casts(loaded: dict[Any, Any], given: dict[Any, Any], parameter: Any) -> None:
-    """Put back what torch's own `load_state_dict` has cast to the parameter's dtype; hooks may have changed the rest."""
-    for key, value in given.items():
-        own = loaded.get(key)
+def _undo_casts(loaded: Any, given: Mapping[Any, Any], again: Mapping[Any, Any], parameter: Any) -> None:
+    """Put back what torch's `load_state_dict` has changed, or one made after it: casts to the parameter's dtype, and texts.
+
+    What the optimizer's own hooks and loader made of a value stands: it is saved as it was given.
+    """
+    for key in given.keys() & loaded.keys() & again.keys():
+        value, own, saved = given[key], loaded[key], again[key]
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            is_cast = own.dtype != value.dtype and own.dtype == parameter.dtype and own.shape == value.shape
-            if is_cast:
+            is_cast = own.dtype == parameter.dtype and own.shape == value.shape
+            is_as_given = type(saved) is type(value) and saved.dtype == value.dtype
+            if not is_as_given and (is_cast or type(own) is not type(value)):
                 loaded[key] = value.to(own.device)
-        elif isinstance(value, dict) and isinstance(own, dict):
-            _undo_casts(own, value, parameter)
-        elif isinstance(value, str) or type(own) is not type(value):
+        elif isinstance(value, str) and isinstance(own, str) and saved != value:
             loaded[key] = value
+        elif all(isinstance(each, dict) for each in (value, own, saved)):
+            _undo_casts(own, value, saved, parameter)
 
 
 def _replace(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
     """Let an optimizer that was made of parameters on the meta device hold those in their place."""
     if replaced:
         for group in optimizer.param_groups:
-            group[_PARAMS] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
+            # In the same list: LBFGS has another name for it.
+            group[_PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
 
 
 def _can_be_taken_apart(packed: Any, optimizer: Optimizer) -> bool:
