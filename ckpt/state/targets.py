@@ -6,7 +6,7 @@ import bisect
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,6 @@ from ckpt.transfer.tied_tensors import memory_key
 _logger = logging.getLogger(__name__)
 
 _SHOWN = 20
-
-_LARGE_ELEMENTS = 4 << 20
-"""A tensor of more is cast as it arrives, where only very few of its values could be lost."""
 
 _DENSE = (torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor)
 """Classes of which an empty tensor can be made; others come as they are stored."""
@@ -122,7 +119,8 @@ class Targets:
         if value.shape is None or value.dtype is None:
             self.faults.append(f"{name!r} is an object in the checkpoint, and a tensor in the program")
             return
-        key = memory_key(live) if isinstance(live, torch.Tensor) else None
+        is_sharded = isinstance(live, ShardedTensor)
+        key = memory_key(live) if isinstance(live, torch.Tensor) and not is_sharded else None
         first = name if key is None else self.filled.setdefault(key, name)
         own, is_one_with_another = live, first != name
         if not self.is_dry:
@@ -144,10 +142,10 @@ class Targets:
         if live.dtype != value.dtype:
             self.cast.append(name)
         needs_check = not self.options.allow_casts and changes_values(value.dtype, live.dtype)
-        is_large = math.prod(shape) > _LARGE_ELEMENTS
-        if needs_check and is_large and (value.dtype, live.dtype) == (torch.float32, torch.bfloat16):
+        if needs_check and (value.dtype, live.dtype) == (torch.float32, torch.bfloat16):
             # The ranges all but agree: a whole model in float32 beside it would cost more than it finds.
-            self.after.append(lambda: _check_finite(live, name))
+            before = _infinite(live)
+            self.after.append(lambda: _check_finite(live, before, name))
             needs_check = False
         if shape == value.shape and not needs_check:
             self.values[value.name] = live
@@ -278,9 +276,16 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _check_finite(live: Any, name: str) -> None:
-    for _, local in local_boxes(live):
-        if bool(torch.isinf(local).any()):
+def _infinite(tensor: Any) -> list[torch.Tensor | None]:
+    """Return where a tensor is infinite, for each of its boxes; None if nowhere."""
+    found = [torch.isinf(local) for _, local in local_boxes(tensor)]
+    return [each if bool(each.any()) else None for each in found]
+
+
+def _check_finite(live: Any, before: Sequence[torch.Tensor | None], name: str) -> None:
+    """Refuse values that a cast has made infinite; a mask that was infinite before the load is so by itself."""
+    for now, known in zip(_infinite(live), before, strict=True):
+        if now is not None and (known is None or bool((now & ~known).any())):
             raise LoadFailed(
                 f"{name!r} is infinite as bfloat16, in the checkpoint it is float32; allow_casts=True of LoadOptions "
                 "loads it all the same"
