@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     FlatParameter,
@@ -88,7 +89,7 @@ def state_by_name(
     model: nn.Module, optimizer: Optimizer, packed: dict[str, Any], names: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return the state of an optimizer by canonical name, of its state dict by number."""
-    if not packed[_STATE]:
+    if not _has_any_state(model, packed):
         own = names_by_group(model, optimizer, names)
         groups = [{**group, _PARAMS: params} for group, params in zip(packed[_GROUPS], own, strict=True)]
         return {_STATE: {}, _GROUPS: groups}
@@ -99,6 +100,15 @@ def state_by_name(
         _STATE: {without_attributes(name): value for name, value in state[_STATE].items()},
         _GROUPS: [{**group, _PARAMS: [*map(without_attributes, group[_PARAMS])]} for group in state[_GROUPS]],
     }
+
+
+def _has_any_state(model: nn.Module, packed: Mapping[str, Any]) -> bool:
+    """Tell whether any rank has a state: one that holds no element of a parameter may have none of it."""
+    group = _process_group(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    has_some = torch.tensor([bool(packed[_STATE])], dtype=torch.int32, device=device)
+    dist.all_reduce(has_some, dist.ReduceOp.MAX, group=group)
+    return bool(has_some.item())
 
 
 def state_by_number(

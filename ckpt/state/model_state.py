@@ -67,9 +67,9 @@ class ModelState:
         return {name for name, _ in self.names.pairs()[1]}
 
     @property
-    def fsdp_model(self) -> nn.Module | None:
-        """The model that FSDP1 has wrapped, if one is."""
-        return next((model for model in self._models if is_wrapped(model)), None)
+    def fsdp_models(self) -> list[nn.Module]:
+        """The models that FSDP1 has wrapped."""
+        return [model for model in self._models if is_wrapped(model)]
 
     # -- saving --------------------------------------------------------------------------------------------
 

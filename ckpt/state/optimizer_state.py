@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.errors import ConfigurationError
 from ckpt.format.fqns import Path
 from ckpt.state import flat_parameters
-from ckpt.state.canonical_names import without_wrappers
 from ckpt.state.model_state import ModelState
+from ckpt.state.one_optimizer import WHOLE, OneOptimizer, parameters_of
+from ckpt.state.optimizer_groups import (
+    EXTRA,
+    GROUPS,
+    PARAMS,
+    STATE,
+    Name,
+    homes_of,
+    stored_groups,
+    stored_names,
+)
 from ckpt.state.stored import StoredPart, StoredValue
-from ckpt.state.structure import Structure, build, structure_of
-from ckpt.state.targets import Targets, empty_like, shortened
-from ckpt.torch_private import ShardedTensor, has_load_hooks
-
-_logger = logging.getLogger(__name__)
+from ckpt.state.structure import Structure, structure_of
+from ckpt.state.targets import Targets, shortened
 
 _ADAM_MOMENTS = 2
-_STATE, _GROUPS, _PARAMS, _EXTRA = "state", "param_groups", "params", "extra"
-_WHOLE = "whole"
-"""In `extra`: the state dict of an optimizer that cannot be taken apart."""
-
-Name = str | int
 
 
 class OptimizerState:
@@ -57,482 +58,130 @@ class OptimizerState:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         if isinstance(optimizers, Mapping) or not isinstance(optimizers, Iterable):
             raise ConfigurationError(_not_optimizers(optimizer))
-        self._optimizers = [*optimizers]
-        if not all(isinstance(each, Optimizer) for each in self._optimizers):
+        optimizers = [*optimizers]
+        if not all(isinstance(each, Optimizer) for each in optimizers):
             raise ConfigurationError(_not_optimizers(optimizer))
         self._model = model if isinstance(model, ModelState | None) else ModelState(model)
+        self._optimizers = [OneOptimizer(self._model, each) for each in optimizers]
         self._part = StoredPart("")
-        self._plans: list[_OptimizerPlan] = []
         self._renamed: Callable[[str], str] = str
 
     # -- saving --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, and change nothing. Raises ConfigurationError for a parameter without a name, or with two optimizers."""
-        state: dict[str, Any] = {_STATE: {}, _GROUPS: []}
+        state: dict[str, Any] = {STATE: {}, GROUPS: []}
         seen: set[Name] = set()
-        for optimizer in self._optimizers:
-            own = self._own_state(optimizer)
-            _add_names(seen, own[_GROUPS])
-            state[_STATE] |= own[_STATE]
-            state[_GROUPS] += own[_GROUPS]
-            if own.get(_EXTRA):
-                state.setdefault(_EXTRA, {}).update(own[_EXTRA])
+        for own in self._own_states():
+            _add_names(seen, own[GROUPS])
+            state[STATE] |= own[STATE]
+            state[GROUPS] += own[GROUPS]
+            if own.get(EXTRA):
+                state.setdefault(EXTRA, {}).update(own[EXTRA])
         return state
 
     def structures(self, value: Mapping[str, Any], name: str) -> dict[Path, Structure]:
         """Return what flattening loses, for each parameter, each group, and the rest."""
         found: dict[Path, Structure] = {}
-        if any(isinstance(key, int) for key in value[_STATE]):  # by number, which flattening turns into text
+        if any(isinstance(key, int) for key in value[STATE]):  # by number, which flattening turns into text
             found[()] = structure_of(value, name)
         else:
-            for key, state in value[_STATE].items():
-                found[_STATE, key] = structure_of(state, f"{name}.{_STATE}.{key}")
-            for number, group in enumerate(value[_GROUPS]):
-                found[_GROUPS, number] = structure_of(group, f"{name}.{_GROUPS}.{number}")
-            for key, extra in value.get(_EXTRA, {}).items():
-                found[_EXTRA, key] = structure_of(extra, f"{name}.{_EXTRA}.{key}")
+            for key, state in value[STATE].items():
+                found[STATE, key] = structure_of(state, f"{name}.{STATE}.{key}")
+            for number, group in enumerate(value[GROUPS]):
+                found[GROUPS, number] = structure_of(group, f"{name}.{GROUPS}.{number}")
+            for key, extra in value.get(EXTRA, {}).items():
+                found[EXTRA, key] = structure_of(extra, f"{name}.{EXTRA}.{key}")
         return {unit: structure for unit, structure in found.items() if structure}
 
     def size_bytes(self) -> int:
         """Estimate the size; an optimizer that has no state yet counts as Adam."""
         total = 0
-        for optimizer in self._optimizers:
-            trained = [p for p in _parameters(optimizer) if p.requires_grad]
+        for optimizer in (each.optimizer for each in self._optimizers):
+            trained = [p for p in parameters_of(optimizer) if p.requires_grad]
             total += _tensor_bytes(optimizer.state) or _ADAM_MOMENTS * _tensor_bytes(trained)
-        model = None if self._model is None else self._model.fsdp_model
-        return total if model is None else flat_parameters.shards(model) * total
+        models = [] if self._model is None else self._model.fsdp_models
+        return flat_parameters.shards(models[0]) * total if models else total
 
-    def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        packed = optimizer.state_dict()
-        parameters = _parameters(optimizer)
-        if not _can_be_taken_apart(packed, optimizer):
-            _logger.info(
-                "the state of %s is saved whole, as its state_dict() has no state and param_groups by parameter: it "
-                "loads on the same ranks and sharding only",
-                type(optimizer).__name__,
-            )
-            name = str(_names(self._model, parameters[:1])[0]) if parameters else ""
-            return {_STATE: {}, _GROUPS: [], _EXTRA: {name: {_WHOLE: packed}}}
-        fsdp = None if self._model is None else self._model.fsdp_model
-        if fsdp is not None:
-            return flat_parameters.state_by_name(fsdp, optimizer, packed, self._parameter_names())
-        names = _names(self._model, parameters)
-        extra = {key: value for key, value in packed.items() if key not in (_STATE, _GROUPS)}
-        others = {key: value for key, value in packed[_STATE].items() if type(key) is not int}
-        if others:
-            extra[_STATE] = others
-        state = {names[key]: value for key, value in packed[_STATE].items() if type(key) is int}
-        groups = [
-            {**group, _PARAMS: [names[number] for number in group[_PARAMS]]} for group in packed[_GROUPS]
-        ]
-        return {_STATE: state, _GROUPS: groups, _EXTRA: {str(names[0]): extra} if extra and names else {}}
+    def _own_states(self) -> list[dict[str, Any]]:
+        with self._names_kept():
+            return [each.state() for each in self._optimizers]
 
-    def _parameter_names(self) -> dict[int, str]:
-        return {} if self._model is None else self._model.parameter_names()[0]
-
-    def _flat_names(self, model: nn.Module, optimizer: Optimizer) -> list[list[Name]]:
-        return [
-            [*names] for names in flat_parameters.names_by_group(model, optimizer, self._parameter_names())
-        ]
-
-    def _names_by_group(self, optimizer: Optimizer) -> list[list[Name]]:
-        """Return the names of the parameters of each group."""
-        fsdp = None if self._model is None else self._model.fsdp_model
-        if fsdp is not None:
-            return self._flat_names(fsdp, optimizer)
-        return _split(optimizer, _names(self._model, _parameters(optimizer)))
+    def _names_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Ask the model for its names once: there may be an optimizer for each parameter."""
+        return contextlib.nullcontext() if self._model is None else self._model.names.unchanged()
 
     # -- loading -------------------------------------------------------------------------------------------
 
     def plan(self, part: StoredPart, targets: Targets) -> None:
         """Ask for all that is stored of the parameters of this rank."""
         self._part, self._renamed = part, targets.stored.renamed
-        self._plans = []
         for path, value in part.values.items():
             # Options of groups are few, and each rank finds its own among them.
-            if path[:1] == (_GROUPS,):
+            if path[:1] == (GROUPS,):
                 if value.shape is None:
                     targets.object(value)
                 else:
                     targets.as_stored(value)
         stored: dict[Name, dict[Path, StoredValue]] = defaultdict(dict)
         for path, value in part.values.items():
-            if path[:1] == (_STATE,) and len(path) > 1:
+            if path[:1] == (STATE,) and len(path) > 1:
                 stored[path[1]][path[2:]] = value
         for path in part.nodes:  # a state that holds nothing
-            if path[:1] == (_STATE,) and len(path) == 2:
+            if path[:1] == (STATE,) and len(path) == 2:
                 stored[path[1]]
-        if part.values and not any(
-            path[:1] in ((_GROUPS,), (_EXTRA,)) for path in [*part.values, *part.nodes]
-        ):
+        known = {path[0] for path in [*part.values, *part.nodes] if path}
+        if not known and self._optimizers:
+            targets.missing.append(part.name)
+        elif known and not known & {GROUPS, EXTRA}:
             targets.faults.append(
                 f"{part.name!r} has no param_groups in the checkpoint: it is no state of an optimizer"
             )
-        for optimizer in self._optimizers:
-            self._plans.append(self._plan_one(optimizer, stored, part, targets))
-
-    def _plan_one(
-        self,
-        optimizer: Optimizer,
-        stored: Mapping[Name, Mapping[Path, StoredValue]],
-        part: StoredPart,
-        targets: Targets,
-    ) -> _OptimizerPlan:
-        _replace(optimizer, targets.replaced)
-        fsdp = None if self._model is None else self._model.fsdp_model
-        entries: list[tuple[Name, Any]]
-        likes: dict[Name, Any] = {}
-        if fsdp is None:
-            parameters = _parameters(optimizer)
-            names = _names(self._model, parameters)
-            entries = [*zip(names, parameters, strict=True)]
-            likes.update(entries)
-        else:
-            names = [*itertools.chain(*self._flat_names(fsdp, optimizer))]
-            entries = [(name, None) for name in names]
-            likes.update(flat_parameters.sharded_parameters(fsdp))
-        plan = _OptimizerPlan(optimizer, names)
-        lookup = _lookup(self._model, stored, names)
-        for name, parameter in entries:
-            found = lookup.get(name)
-            if found is None:
-                continue
-            plan.found[name] = found
-            live = {} if parameter is None else optimizer.state.get(parameter, {})
-            like = likes.get(name)
-            for path, value in stored[found].items():
-                _plan_value(value, path, like, live, optimizer, targets)
-        _plan_extra(plan, part, targets)
-        return plan
+        with self._names_kept():
+            for each in self._optimizers:
+                _replace(each.optimizer, targets.replaced)
+            for each in self._optimizers:
+                each.plan(part, stored, targets)
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""
-        loaded = _stored_groups(self._part, values, self._renamed)
-        for plan in self._plans:
-            state: dict[Name, Any] = {}
-            for name, stored in plan.found.items():
-                leaves = {
-                    path: values[value.name] for path, value in self._part.below((_STATE, stored)).items()
-                }
-                state[name] = build(
-                    leaves, self._part.structure((_STATE, stored)), None, f"{self._part.name}.{_STATE}.{name}"
-                )
-            extra: Any = {}
-            if plan.has_extra:
-                at = (_EXTRA, str(plan.names[0]))
-                extra = build(
-                    {path: values[value.name] for path, value in plan.extra.items()},
-                    self._part.structure(at),
-                    None,
-                    f"{self._part.name}.{_EXTRA}",
-                )
-            self._set(plan.optimizer, plan.names, state, loaded, extra)
+        groups = stored_groups(self._part, values, self._renamed)
+        with self._names_kept():
+            for each in self._optimizers:
+                each.take(values, groups)
 
     def live(self) -> dict[str, Any]:
-        """Return the optimizers' values by the stored names of the last plan; of groups those of their options."""
+        """Return the optimizers' values by the stored names of the last load; what was not stored by that of a save."""
         found: dict[str, Any] = {}
-        for plan in self._plans:
-            own = self._own_state(plan.optimizer)
-            for name, stored in plan.found.items():
-                values = self._part.below((_STATE, stored))
-                found |= {value.name: _member(own[_STATE].get(name), path) for path, value in values.items()}
+        for each, own in zip(self._optimizers, self._own_states(), strict=True):
+            found |= each.live(own)
         return found
 
     def check_groups(self, state: Mapping[str, Any]) -> None:
         """Check that the groups of a state are found by their parameters. Raises LoadFailed."""
-        for optimizer in self._optimizers if state[_GROUPS] else ():
-            _matched(self._names_by_group(optimizer), state[_GROUPS], self._model)
+        whole = {name for name, extra in state.get(EXTRA, {}).items() if WHOLE in extra}
+        for each in self._optimizers if state[GROUPS] else ():
+            by_group = each.names_by_group()
+            if not whole & {str(name) for name in itertools.chain(*by_group)}:
+                homes_of(by_group, state[GROUPS], self._model)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the optimizers to a state as `state_dict` gives it."""
-        for optimizer in self._optimizers:
-            names = [*itertools.chain(*self._names_by_group(optimizer))]
-            lookup = _lookup(self._model, state[_STATE], names)
-            own = {name: state[_STATE][found] for name, found in lookup.items()}
-            extra = state.get(_EXTRA, {}).get(str(names[0]), {}) if names else {}
-            self._set(optimizer, names, own, state[_GROUPS], extra)
-
-    def _set(
-        self,
-        optimizer: Optimizer,
-        names: Sequence[Name],
-        state: Mapping[Name, Any],
-        groups: Sequence[Mapping[str, Any]],
-        extra: Mapping[str, Any],
-    ) -> None:
-        if _WHOLE in extra:
-            optimizer.load_state_dict(extra[_WHOLE])
-            return
-        fsdp = None if self._model is None else self._model.fsdp_model
-        by_group = self._names_by_group(optimizer)
-        chosen = _matched(by_group, groups, self._model)
-        if fsdp is None:
-            numbers = {name: number for number, name in enumerate(names)}
-            states: dict[Any, Any] = {numbers[name]: value for name, value in state.items()}
-        else:
-            states = flat_parameters.state_by_number(fsdp, optimizer, by_group, state)
-        states |= extra.get(_STATE, {})
-        packed_groups = []
-        start = 0
-        for group, options in zip(optimizer.param_groups, chosen, strict=True):
-            count = len(group[_PARAMS])
-            kept = {key: value for key, value in group.items() if key != _PARAMS and key not in options}
-            _note_options(group, options)
-            packed_groups.append({**options, **kept, _PARAMS: [*range(start, start + count)]})
-            start += count
-        more = {key: value for key, value in extra.items() if key != _STATE}
-        _apply(optimizer, {_STATE: states, _GROUPS: packed_groups, **more})
-
-
-@dataclass
-class _OptimizerPlan:
-    """What is loaded of one optimizer: the stored name of each parameter that has a state."""
-
-    optimizer: Optimizer
-    names: list[Name]
-    found: dict[Name, Name] = field(default_factory=dict)
-    extra: dict[Path, StoredValue] = field(default_factory=dict)
-    has_extra: bool = False
-
-
-def _plan_value(
-    value: StoredValue, path: Path, like: Any, live: Any, optimizer: Optimizer, targets: Targets
-) -> None:
-    if value.shape is None:
-        targets.object(value)
-        return
-    if targets.is_dry:
-        targets.as_stored(value)
-        return
-    # As torch does: counters of steps stay on the CPU but where the step runs on the device.
-    on_device = path[-1:] != ("step",) or any(
-        group.get("capturable") or group.get("fused") for group in optimizer.param_groups
-    )
-    is_resized = targets.options.on_shape == "resize" and like is not None and value.shape
-    if (
-        is_resized and len(value.shape) == like.dim() and tuple(like.size()) != value.shape
-    ):  # as its parameter
-        targets.in_place(value, empty_like(like, value.dtype).zero_())
-        return
-    device = like.device if like is not None and on_device and not _is_meta(like) else None
-    targets.as_stored(value, like=like, live=_member(live, path), device=device)
-
-
-def _plan_extra(plan: _OptimizerPlan, part: StoredPart, targets: Targets) -> None:
-    """Ask for what `state_dict` had beyond states and groups."""
-    for name in map(str, plan.names[:1]):
-        plan.extra = part.below((_EXTRA, name))
-        plan.has_extra = bool(plan.extra) or (_EXTRA, name) in part.nodes
-        for value in plan.extra.values():
-            if value.shape is None:
-                targets.object(value)
-            else:
-                targets.as_stored(value)
-
-
-def _matched(
-    by_group: Sequence[Sequence[Name]],
-    groups: Sequence[Mapping[str, Any]],
-    model: ModelState | None,
-) -> list[dict[str, Any]]:
-    """Find the stored options of each group by its parameters. Raises LoadFailed, which names them, if it has none."""
-    homes: dict[Name, int] = {}
-    for number, group in enumerate(groups):
-        for name in group.get(_PARAMS, ()):
-            homes.setdefault(name, number)
-    known = _lookup(model, homes, [*itertools.chain(*by_group)])
-    empty = iter([group for group in groups if not group.get(_PARAMS)])
-    chosen = []
-    for own in by_group:
-        if not own:
-            chosen.append(_options(next(empty, {})))
-            continue
-        lost = [str(name) for name in own if name not in known]
-        if lost and groups:
-            raise LoadFailed(
-                f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
-                "parameters that it had when it was saved, or leave it out of the restore"
-            )
-        found = {homes[known[name]] for name in own if name in known}
-        chosen.append(_common_options([groups[number] for number in sorted(found)], own))
-    return chosen
-
-
-def _lookup(model: ModelState | None, stored: Mapping[Name, Any], names: Sequence[Name]) -> dict[Name, Name]:
-    """Find the stored name of each parameter: its own, another one of its, or one of an older checkpoint."""
-    found: dict[Name, Name] = {}
-    same = {} if model is None else model.same_tensors()
-    older: dict[str, Name] | None = None
-    numbers = {str(name): name for name in stored} if all(str(name).isdecimal() for name in stored) else {}
-    for number, name in enumerate(names):
-        known: Name | None = name
-        if name not in stored:
-            if older is None:  # only now: nearly always all are found
-                older = {without_wrappers(each): each for each in stored if isinstance(each, str)}
-            tries: list[Name] = [*same.get(str(name), ()), older.get(str(name), name)]
-            known = next((each for each in tries if each in stored), None)
-        if known is None and (isinstance(name, int) or numbers):  # numbered, as Optimizer.state_dict has it
-            known = numbers.get(str(number))
-        if known is not None:
-            found[name] = known
-    return found
-
-
-def _names(model: ModelState | None, parameters: Sequence[torch.Tensor]) -> list[Name]:
-    """Return the name of each parameter, in the order of the groups."""
-    if model is None:
-        return [*range(len(parameters))]
-    known, _ = model.parameter_names()
-    names: list[Name] = []
-    for number, parameter in enumerate(parameters):
-        name = known.get(id(parameter))
-        if name is None:
-            raise ConfigurationError(
-                f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, is not in the model: give "
-                "a model that holds it, such as torch.nn.ModuleDict({'model': model, 'loss': loss})"
-            )
-        names.append(name)
-    return names
-
-
-def _stored_groups(
-    part: StoredPart, values: Mapping[str, Any], renamed: Callable[[str], str]
-) -> list[dict[str, Any]]:
-    """Return the stored groups, with the names that their parameters have in the program."""
-    leaves = {path: values[value.name] for path, value in part.below((_GROUPS,)).items()}
-    groups = build(leaves, part.structure((_GROUPS,)), None, f"{part.name}.{_GROUPS}")
-    if not isinstance(groups, list):
-        return []
-    above = f"{part.name}.{_STATE}."
-    for group in groups:
-        names = group.get(_PARAMS, ())
-        group[_PARAMS] = [
-            renamed(above + name).removeprefix(above) if isinstance(name, str) else name for name in names
-        ]
-    return groups
-
-
-def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:
-    """Return the options that several stored groups agree on. Raises LoadFailed if they do not."""
-    if not groups:
-        return {}
-    first = _options(groups[0])
-    for other in groups[1:]:
-        options = _options(other)
-        differing = sorted(
-            key for key in first.keys() | options.keys() if not _equal(first.get(key), options.get(key))
-        )
-        if differing:
-            raise LoadFailed(
-                f"a group of the optimizer holds parameters that were in groups with other {', '.join(differing)}: "
-                f"{shortened([*map(str, names)])}; divide the parameters into groups as they were when they were saved"
-            )
-    return first
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != _PARAMS}
-
-
-def _equal(some: Any, other: Any) -> bool:
-    if isinstance(some, torch.Tensor) and isinstance(other, torch.Tensor):
-        return some.shape == other.shape and bool((some == other).all())
-    return type(some) is type(other) and bool(some == other)
-
-
-def _note_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Say which options only the checkpoint or only the program has."""
-    new = sorted(map(str, options.keys() - group.keys()))
-    gone = sorted(map(str, group.keys() - options.keys() - {_PARAMS}))
-    if new:
-        _logger.info(
-            "a group of the optimizer gets options that the program does not set: %s", ", ".join(new)
-        )
-    if gone and options:
-        _logger.warning(
-            "the checkpoint has no options %s of the optimizer: the program's stay", ", ".join(gone)
-        )
-
-
-def _apply(optimizer: Optimizer, packed: dict[str, Any]) -> None:
-    """Set an optimizer to a state as its `state_dict` has it, as it is: torch would cast it."""
-    parameters = _parameters(optimizer)
-    is_plain = type(optimizer).load_state_dict is Optimizer.load_state_dict and not has_load_hooks(optimizer)
-    if is_plain:
-        state: Any = defaultdict(dict)
-        for key, value in packed[_STATE].items():
-            state[parameters[key] if type(key) is int else key] = value
-        for group, options in zip(optimizer.param_groups, packed[_GROUPS], strict=True):
-            group.update(_options(options))
-        optimizer.__setstate__({_STATE: state, _GROUPS: optimizer.param_groups})
-        return
-    optimizer.load_state_dict(packed)
-    for key, given in packed[_STATE].items():
-        parameter = parameters[key] if type(key) is int else key
-        loaded = optimizer.state.get(parameter)
-        if isinstance(loaded, dict) and isinstance(given, dict):
-            _undo_casts(loaded, given, parameter)
-
-
-def _undo_casts(loaded: dict[Any, Any], given: dict[Any, Any], parameter: Any) -> None:
-    """Put back what torch's own `load_state_dict` has cast to the parameter's dtype; hooks may have changed the rest."""
-    for key, value in given.items():
-        own = loaded.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            is_cast = own.dtype != value.dtype and own.dtype == parameter.dtype and own.shape == value.shape
-            if is_cast:
-                loaded[key] = value.to(own.device)
-        elif isinstance(value, dict) and isinstance(own, dict):
-            _undo_casts(own, value, parameter)
-        elif isinstance(value, str) or type(own) is not type(value):
-            loaded[key] = value
+        for each in self._optimizers:
+            names = [*itertools.chain(*each.names_by_group())]
+            found = stored_names(self._model, state[STATE], names)
+            own = {name: state[STATE][stored] for name, stored in found.items()}
+            extra = state.get(EXTRA, {})
+            known = stored_names(self._model, extra, [*map(str, names)])
+            each.set(own, state[GROUPS], extra[next(iter(known.values()))] if known else {})
 
 
 def _replace(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
     """Let an optimizer that was made of parameters on the meta device hold those in their place."""
     if replaced:
         for group in optimizer.param_groups:
-            group[_PARAMS] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
-
-
-def _can_be_taken_apart(packed: Any, optimizer: Optimizer) -> bool:
-    """Tell whether a state dict is by number of the parameters in the groups."""
-    if not isinstance(packed, Mapping) or not isinstance(packed.get(_STATE), Mapping):
-        return False
-    groups = packed.get(_GROUPS)
-    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        return False
-    numbers = [
-        number for group in groups if isinstance(group, Mapping) for number in group.get(_PARAMS, (None,))
-    ]
-    return numbers == [*range(len(_parameters(optimizer)))]
-
-
-def _split(optimizer: Optimizer, names: Sequence[Name]) -> list[list[Name]]:
-    rest = iter(names)
-    return [[*itertools.islice(rest, len(group[_PARAMS]))] for group in optimizer.param_groups]
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group[_PARAMS]]
-
-
-def _member(value: Any, path: Path) -> Any:
-    """Return what is at a path; a key may have been no text."""
-    for part in path:
-        if isinstance(value, Mapping):
-            is_key = part in value
-            value = (
-                value[part]
-                if is_key
-                else next((item for key, item in value.items() if str(key) == part), None)
-            )
-        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            return None
-    return value
+            # In the same list: LBFGS has another name for it.
+            group[PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[PARAMS]]
 
 
 def _tensor_bytes(values: Any) -> int:
@@ -543,14 +192,9 @@ def _tensor_bytes(values: Any) -> int:
     return sum(map(_tensor_bytes, values)) if isinstance(values, list | tuple) else 0
 
 
-def _is_meta(tensor: Any) -> bool:
-    """Tell whether a parameter has no memory; FSDP1's have, and a rank that holds none of one cannot be asked."""
-    return isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardedTensor) and tensor.is_meta
-
-
 def _add_names(seen: set[Name], groups: Iterable[Mapping[str, Any]]) -> None:
     """Note the parameters of an optimizer. Raises ConfigurationError if another one has them too."""
-    names = {name for group in groups for name in group[_PARAMS]}
+    names = {name for group in groups for name in group[PARAMS]}
     if twice := seen & names:
         raise ConfigurationError(
             f"several optimizers have {shortened(sorted(map(str, twice)))}, and the state of one would stand for all: "

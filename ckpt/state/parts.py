@@ -177,7 +177,7 @@ class PlainValue:
                 continue  # left over
             self._asked[path] = value
             if isinstance(own, torch.Tensor) and value.shape is not None:
-                targets.in_place(value, own)
+                targets.in_place(value, own, may_replace=True)
             elif value.shape is None:
                 if isinstance(own, torch.Tensor) and not self._has_place(path, strict):
                     targets.faults.append(

@@ -14,6 +14,8 @@ from ckpt.errors import FormatError
 from ckpt.format.fqns import STRUCTURE, Path, paths_of
 from ckpt.state.structure import Structure, decode
 
+_INDEXED = 2
+
 Rename = Callable[[str], str]
 
 
@@ -41,7 +43,7 @@ class StoredPart:
 
     def structure(self, below: Path = ()) -> Structure:
         """Return what flattening lost at a path and below it, by paths from there."""
-        return {path[len(below) :]: node for path, node in self.nodes.items() if path[: len(below)] == below}
+        return {path[len(below) :]: self.nodes[path] for path in self._under(self._node_paths, below)}
 
     def has_below(self, path: Path) -> bool:
         """Tell whether anything is stored at a path or below it."""
@@ -53,7 +55,18 @@ class StoredPart:
 
     def below(self, path: Path) -> dict[Path, StoredValue]:
         """Return the values at a path and below it, by paths from there."""
-        return {at[len(path) :]: value for at, value in self.values.items() if at[: len(path)] == path}
+        return {at[len(path) :]: self.values[at] for at in self._under(self._value_paths, path)}
+
+    def _under(self, paths: Mapping[Path, list[Path]], below: Path) -> list[Path]:
+        return [path for path in paths.get(below[:_INDEXED], ()) if path[: len(below)] == below]
+
+    @functools.cached_property
+    def _value_paths(self) -> dict[Path, list[Path]]:
+        return _by_beginning(self.values)
+
+    @functools.cached_property
+    def _node_paths(self) -> dict[Path, list[Path]]:
+        return _by_beginning(self.nodes)
 
 
 class StoredState:
@@ -152,6 +165,15 @@ class StoredState:
 
     def renamed(self, name: str) -> str:
         return name if self._rename is None else self._rename(name)
+
+
+def _by_beginning(paths: Iterable[Path]) -> dict[Path, list[Path]]:
+    """Group paths by all they begin with, up to two keys: those of a parameter are found without a look at all."""
+    found: dict[Path, list[Path]] = {}
+    for path in paths:
+        for count in range(min(len(path), _INDEXED) + 1):
+            found.setdefault(path[:count], []).append(path)
+    return found
 
 
 def structure_names(metadata: Metadata) -> list[str]:

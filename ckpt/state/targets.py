@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,6 @@ from ckpt.transfer.tied_tensors import memory_key
 _logger = logging.getLogger(__name__)
 
 _SHOWN = 20
-
 
 _DENSE = (torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor)
 """Classes of which an empty tensor can be made; others come as they are stored."""
@@ -64,7 +64,8 @@ class Targets:
         after: what to do when the bytes are there, before parts take their values.
         likes: the parameters of the models by name, for values that the program does not have yet.
         in_program: the tensors of the program into which what was loaded elsewhere is copied, by stored name.
-        filled: tensors of the program that are asked for in place.
+        filled: tensors of the program that are asked for in place, and the first stored name of each memory.
+        claimed: the memory of all targets that the program has.
         made: names whose targets were made as they are stored: what is loaded may stand for them.
         resized, cast: names whose shape or dtype differs.
         replaced: parameters that were on the meta device, by `id`, and those in their place.
@@ -82,7 +83,8 @@ class Targets:
     after: list[Callable[[], None]] = field(default_factory=list)
     likes: dict[str, torch.Tensor] = field(default_factory=dict)
     in_program: dict[str, Any] = field(default_factory=dict)
-    filled: list[Any] = field(default_factory=list)
+    filled: dict[Hashable, str] = field(default_factory=dict)
+    claimed: ClaimedMemory = field(default_factory=lambda: ClaimedMemory())
     made: set[str] = field(default_factory=set)
     resized: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
@@ -97,9 +99,7 @@ class Targets:
     def settle_missing(self) -> None:
         """Forget what is missing by name alone: tied tensors are filled under another name; sort the rest."""
         if self.lacked:
-            filled = {memory_key(value) for value in self.filled if isinstance(value, torch.Tensor)}
-            filled.discard(None)
-            tied = {name for name, live in self.lacked.items() if memory_key(live) in filled}
+            tied = {name for name, live in self.lacked.items() if memory_key(live) in self.filled}
             self.missing = [name for name in self.missing if name not in tied]
         self.missing.sort()
 
@@ -108,14 +108,26 @@ class Targets:
         self.asked.add(value.name)
         self.values[value.name] = None
 
-    def in_place(self, value: StoredValue, live: Any, shown: str = "") -> None:
-        """Load a tensor into one that the program has; sharded ones take their part."""
+    def in_place(self, value: StoredValue, live: Any, *, may_replace: bool = False) -> None:
+        """Load a tensor into one that the program has; sharded ones take their part.
+
+        Args:
+            may_replace: another tensor may stand for it, if it is one with that of another name, and their values differ.
+        """
         self.asked.add(value.name)
-        self.filled.append(live)
-        name = shown or value.name
+        name = value.name
         if value.shape is None or value.dtype is None:
             self.faults.append(f"{name!r} is an object in the checkpoint, and a tensor in the program")
             return
+        is_sharded = isinstance(live, ShardedTensor)
+        key = memory_key(live) if isinstance(live, torch.Tensor) and not is_sharded else None
+        first = name if key is None else self.filled.setdefault(key, name)
+        own, is_one_with_another = live, first != name
+        if not self.is_dry:
+            if is_one_with_another or (may_replace and _is_expanded(live)):
+                live = empty_like(live, live.dtype)
+            else:
+                self.claimed.claim(live)
         if isinstance(live, torch.Tensor) and has_geometry(live):
             self._by_own_chunks(value, live, name)
             return
@@ -132,12 +144,15 @@ class Targets:
         needs_check = not self.options.allow_casts and changes_values(value.dtype, live.dtype)
         if needs_check and (value.dtype, live.dtype) == (torch.float32, torch.bfloat16):
             # The ranges all but agree: a whole model in float32 beside it would cost more than it finds.
-            self.after.append(lambda: _check_finite(live, name))
+            before = _infinite(live)
+            self.after.append(lambda: _check_finite(live, before, name))
             needs_check = False
         if shape == value.shape and not needs_check:
             self.values[value.name] = live
-            return
-        self._by_way_of(value, live, name)
+        else:
+            self._by_way_of(value, live, name)
+        if is_one_with_another:
+            self.after.append(lambda: self._compare(name, first, live, own, may_replace=may_replace))
 
     def _by_own_chunks(self, value: StoredValue, live: torch.Tensor, name: str) -> None:
         """Load into a tensor that says by itself which chunks it has."""
@@ -146,6 +161,16 @@ class Targets:
             self.faults.append(_other_shape(name, value.shape, global_shape(live)))
         elif not self.is_dry:
             self.values[value.name] = live
+
+    def _compare(self, name: str, first: str, loaded: Any, own: Any, *, may_replace: bool) -> None:
+        """Let two names stand for one tensor of the program if their values are the same."""
+        if _same_bits(loaded, own):
+            self.in_program[name] = own
+        elif not may_replace:
+            raise LoadFailed(
+                f"{first!r} and {name!r} are one tensor in the program, and two of different values in the checkpoint: "
+                "untie them before the load, as they were when they were saved"
+            )
 
     def _by_way_of(self, value: StoredValue, live: Any, name: str) -> None:
         """Load the common part of two shapes into memory of the stored dtype; it is checked, and copied."""
@@ -181,14 +206,15 @@ class Targets:
 
         Args:
             like: a tensor, such as the parameter, whose sharding and device it gets if it has the stored shape.
-            live: the one that the program has; it is filled in place if it is such a tensor already.
+            live: the one that the program has; it is filled in place if it is such a tensor already, and shares no
+                memory with another target: an average that begins as the weights becomes one of its own.
             device: of one that is like none.
         """
         self.asked.add(value.name)
         assert value.shape is not None
         if self.is_dry:
             return
-        if _is_same_kind(live, value, like):
+        if _is_same_kind(live, value, like) and self.claimed.claim(live):
             self.values[value.name] = live
             return
         self.made.add(value.name)
@@ -198,9 +224,68 @@ class Targets:
             self.values[value.name] = torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
-def _check_finite(live: Any, name: str) -> None:
-    for _, local in local_boxes(live):
-        if bool(torch.isinf(local).any()):
+class ClaimedMemory:
+    """The bytes of the program that targets have, so that no two stored values go into one place."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[tuple[torch.device, int], list[tuple[int, int]]] = {}
+
+    def claim(self, tensor: Any) -> bool:
+        """Return whether a tensor's bytes are no other target's; they are its own then."""
+        extents = [*_extents(tensor)]
+        for storage, begin, end in extents:
+            known = self._ranges.get(storage, [])
+            at = bisect.bisect_left(known, (begin, begin))
+            if (at > 0 and known[at - 1][1] > begin) or (at < len(known) and known[at][0] < end):
+                return False
+        for storage, begin, end in extents:
+            bisect.insort(self._ranges.setdefault(storage, []), (begin, end))
+        return True
+
+
+def _extents(tensor: Any) -> Iterator[tuple[tuple[torch.device, int], int, int]]:
+    """List the storages of a tensor on this rank, and from which byte to which it reaches in each."""
+    for _, local in local_boxes(tensor):
+        if local.layout is not torch.strided or local.is_meta or local.numel() == 0:
+            continue
+        try:
+            storage = local.device, local.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # of a wrapper around other tensors
+            continue
+        size = local.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
+        begin = int(local.storage_offset()) * size
+        yield storage, begin, begin + (int(last) + 1) * size
+
+
+def _is_expanded(tensor: Any) -> bool:
+    """Tell whether one element of memory stands for several."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, ShardedTensor | DTensor):
+        return False
+    if tensor.layout is not torch.strided:
+        return False
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _same_bits(some: Any, other: Any) -> bool:
+    pairs = zip(local_boxes(some), local_boxes(other), strict=True)
+    return all(torch.equal(_bytes_of(one), _bytes_of(two)) for (_, one), (_, two) in pairs)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _infinite(tensor: Any) -> list[torch.Tensor | None]:
+    """Return where a tensor is infinite, for each of its boxes; None if nowhere."""
+    found = [torch.isinf(local) for _, local in local_boxes(tensor)]
+    return [each if bool(each.any()) else None for each in found]
+
+
+def _check_finite(live: Any, before: Sequence[torch.Tensor | None], name: str) -> None:
+    """Refuse values that a cast has made infinite; a mask that was infinite before the load is so by itself."""
+    for now, known in zip(_infinite(live), before, strict=True):
+        if now is not None and (known is None or bool((now & ~known).any())):
             raise LoadFailed(
                 f"{name!r} is infinite as bfloat16, in the checkpoint it is float32; allow_casts=True of LoadOptions "
                 "loads it all the same"
@@ -220,8 +305,8 @@ def _is_same_kind(live: Any, value: StoredValue, like: Any) -> bool:
         return False
     if tuple(live.size()) != value.shape or live.dtype != value.dtype or live.layout is not torch.strided:
         return False
-    if type(live) not in (torch.Tensor, torch.nn.Parameter, DTensor):
-        return False  # its class may pack the elements
+    if type(live) not in (torch.Tensor, torch.nn.Parameter, DTensor) or _is_expanded(live):
+        return False  # its class may pack the elements, or one element stands for several
     return not isinstance(like, DTensor) or tuple(like.size()) != value.shape or isinstance(live, DTensor)
 
 
@@ -297,7 +382,7 @@ def fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
     if values.is_floating_point():
         if not bool(torch.isfinite(values).all()):
             return False
-        return bool(((cast.to(torch.float64) - values.to(torch.float64)).abs() < 1).all())
+        return bool((cast.to(torch.float64) == values.to(torch.float64)).all())
     return bool((cast.to(values.dtype) == values).all())
 
 
