@@ -65,8 +65,8 @@ class ManagerOptions:
     """Options of a `CheckpointManager`.
 
     Attributes:
-        on_existing: a run begins below the steps that its root holds, and has restored none of them: an `error`
-            before the first save, or a `new-run`, which gives the old checkpoints up: they stay, and neither
+        on_existing: a run does not begin above the steps that its root holds, and has restored none of them: an
+            `error` before the first save, or a `new-run`, which gives the old checkpoints up: they stay, and neither
             a restore nor a rule for keeping counts them any more.
         resume_check: plan a save back before it is acknowledged, without reading a byte: the `first` of this
             manager, `every`, or `off`. What could not be restored refuses the save, and is named.

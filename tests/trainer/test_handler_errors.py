@@ -16,7 +16,7 @@ import torch
 
 import ckpt
 from ckpt.backends.posix import PosixStore
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.trainer_integration import saving
 from ckpt.trainer_integration.run import held_errors
 from ckpt.trainer_integration.run.held_errors import errors_held, pause, wait_for
@@ -213,6 +213,19 @@ def test_the_second_interrupt_does_not_wait() -> None:
             work()
 
         assert _outcome(work_twice) == ["Interrupt"]
+
+
+def test_the_failure_of_the_block_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    with handler(signal.SIGALRM, RuntimeError), handler(signal.SIGUSR2, Interrupt):
+
+        def work(*numbers: signal.Signals) -> None:
+            for number in numbers:
+                signal.raise_signal(number)
+            raise SaveFailed("disk full")
+
+        assert _outcome(lambda: work(signal.SIGALRM)) == ["SaveFailed"]
+        assert "from a handler" in caplog.text
+        assert _outcome(lambda: work(signal.SIGALRM, signal.SIGUSR2)) == ["Interrupt"]
 
 
 def test_waits_in_the_block_raise_what_is_put_off() -> None:

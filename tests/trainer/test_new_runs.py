@@ -1,4 +1,4 @@
-"""A run that begins below the steps of its root: it is refused, or the old checkpoints are given up."""
+"""A run that does not begin above the steps of its root: it is refused, or the old checkpoints are given up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_a_run_below_the_steps_of_its_root_is_refused(tmp_path: Path, call: str,
         (tmp_path / RUN_KEY).unlink()
     with ckpt.CheckpointManager(tmp_path, save=100, keep=3, preflight=False) as manager:
         for _ in range(2):
-            with pytest.raises(ConfigurationError, match=r"begins at step 100 .*step-00000700") as caught:
+            with pytest.raises(
+                ConfigurationError, match=r"begins at step 100, not above .*step-00000700"
+            ) as caught:
                 getattr(manager, call)(100, state_of(100))
         for way in ("restore()", "another root", 'ManagerOptions(on_existing="new-run")'):
             assert way in str(caught.value)
@@ -83,6 +85,63 @@ def _refused(rank: int, root: str) -> str:
         manager.step(100, state_of(100))
         manager.step(200, state_of(200))
     return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+@pytest.mark.parametrize("kind", ["plain", "local", "fallback"])
+def test_a_run_that_begins_at_the_newest_step_overwrites_nothing(
+    tmp_path: Path, call: str, kind: str
+) -> None:
+    root, tier = tmp_path / "root", {} if kind == "plain" else {kind: tmp_path / "tier"}
+    run(root, OLD_STEPS, **tier)
+    before = (root / "step-00000700" / "commit.json").read_bytes()
+    with ckpt.CheckpointManager(root, save=100, preflight=False, **tier) as manager:
+        with pytest.raises(ConfigurationError, match=r"begins at step 700, not above .* be overwritten"):
+            getattr(manager, call)(700, state_of(7))
+        assert manager.restore(state_of(-1)) is not None
+        assert not manager.save(700, state_of(7)), "it has been saved already"
+    assert (root / "step-00000700" / "commit.json").read_bytes() == before
+    run(root, (700,), **tier, **NEW)
+    assert restored(root, **tier) == 700
+    assert (root / "step-00000700" / "commit.json").read_bytes() != before, "in place of the old one"
+
+
+def test_a_run_may_save_its_own_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it is not known what the root held when it began."""
+    listed = PosixStore.folders
+
+    def refused(self: PosixStore) -> Iterator[str]:
+        raise StorageUnavailable("no answer", url=self.url)
+
+    monkeypatch.setattr(PosixStore, "folders", refused)
+    with ckpt.CheckpointManager(tmp_path, save=100, preflight=False) as manager:
+        assert manager.save(100, state_of(100))
+        manager.wait_durable(60)
+        monkeypatch.setattr(PosixStore, "folders", listed)
+        assert not manager.save(100, state_of(100)), "it has been saved already"
+        assert manager.save(200, state_of(200))
+    assert restored(tmp_path) == 200
+
+
+def test_saves_that_did_not_finish_hide_no_earlier_run(tmp_path: Path) -> None:
+    on_record, listed = tmp_path / "on record", tmp_path / "listed"
+    for root in (on_record, listed):
+        run(root, OLD_STEPS)
+        for step in range(701, 722):
+            (root / f"step-{step:08d}").mkdir()
+            (root / f"step-{step:08d}" / "__0_0.distcp").write_bytes(b"x")
+    with pytest.raises(ConfigurationError, match="not above step 700 "):
+        run(on_record, (100,))
+    run(on_record, (701, 800))
+    assert restored(on_record) == 800
+
+    (listed / RUN_KEY).unlink()
+    with ckpt.CheckpointManager(listed, save=100, preflight=False) as manager:
+        with pytest.raises(ConfigurationError, match="begins at step 100, not above step 7"):
+            manager.step(100, state_of(100))
+        found = manager.restore(state_of(-1))
+        assert found is not None
+        assert found.step == 700
 
 
 def test_all_ranks_decide_the_same(tmp_path: Path) -> None:
@@ -129,7 +188,7 @@ def test_the_best_of_a_new_run_is_its_own(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_of_before_is_not_refused(tmp_path: Path) -> None:
-    empty, unfinished, initial, same, later = (tmp_path / str(number) for number in range(5))
+    empty, unfinished, initial, later = (tmp_path / str(number) for number in range(4))
     run(empty, (100,))
     run(unfinished, OLD_STEPS)
     shutil.rmtree(unfinished / "step-00000600")
@@ -141,9 +200,6 @@ def test_what_is_no_run_of_before_is_not_refused(tmp_path: Path) -> None:
     with ckpt.CheckpointManager(initial, save=100) as manager:
         assert manager.restore(state_of(-1), initial=empty / "step-00000100") is not None
         assert manager.step(100, state_of(100))
-    run(same, OLD_STEPS)
-    run(same, (700, 800))  # a step that is saved again
-    assert restored(same) == 800
     run(later, OLD_STEPS)
     run(later, (800,))
 
@@ -183,7 +239,7 @@ def test_checkpoints_that_only_the_nodes_have(tmp_path: Path) -> None:
     root = tmp_path / "root"
     run(root, OLD_STEPS, **_local(tmp_path))
     shutil.rmtree(root)
-    with pytest.raises(ConfigurationError, match=r"begins at step 100 .*local.*step-00000700"):
+    with pytest.raises(ConfigurationError, match=r"begins at step 100, .*local.*step-00000700"):
         run(root, (100,), **_local(tmp_path))
     run(root, (100, 200), **_local(tmp_path), **NEW)
     assert restored(root, **_local(tmp_path)) == 200
@@ -222,6 +278,36 @@ def test_a_tier_whose_root_gives_no_answer(
     ):
         manager.step(100, state_of(100))
     assert "whether the durable place holds checkpoints is not known" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, NEW])
+def test_a_tier_whose_root_answers_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any]
+) -> None:
+    """What it holds counts at a later save; the new run's checkpoints until then are not given up with it."""
+    root = tmp_path / "root"
+    run(root, OLD_STEPS)
+
+    def refused(self: PosixStore) -> Iterator[str]:
+        raise StorageUnavailable("no answer", url=self.url)
+
+    (root / RUN_KEY).unlink()
+    monkeypatch.setattr(PosixStore, "folders", refused)
+    near = {**_local(tmp_path), **options}
+    with ckpt.CheckpointManager(root, save=1, keep=3, preflight=False, **near) as manager:
+        manager.step(100, state_of(100))
+        monkeypatch.undo()
+        try:
+            for step in range(101, 104):  # the answer may come a step later
+                manager.step(step, state_of(step))
+                manager.wait_durable(60)
+        except ConfigurationError as error:
+            assert not options
+            assert f"not above step 700 of {root}/step-00000700" in str(error)
+        else:
+            assert options, "it is refused"
+    assert restored(root, **near) == (103 if options else 700)
+    assert not options or folders(root) == [101, 102, 103, *OLD_STEPS]
 
 
 def test_options_of_another_type(tmp_path: Path) -> None:

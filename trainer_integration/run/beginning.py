@@ -1,4 +1,4 @@
-"""Refuse a run that begins below the steps of its root: its checkpoints would never be the newest."""
+"""Refuse a run that does not begin above the steps of its root: it would overwrite one, or never have the newest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Beginning:
         self.is_settled = False
 
     def check(self, step: int, *, is_save: bool = False) -> None:
-        """Refuse the first step if a checkpoint of a later one exists; or give all up. All ranks call it.
+        """Refuse the first step if a checkpoint of it or of a later one exists; or give all up. All ranks call it.
 
         Where storage cannot be asked, the next save asks again.
 
@@ -37,24 +37,26 @@ class Beginning:
 
     def _compare(self, step: int) -> None:
         try:
-            newest = self._saves.newest()
-            if newest is not None and step < newest[0]:
+            newest, is_known = self._saves.newest_of_others()
+            if newest is not None and step <= newest[0]:
                 if self._on_existing == "error":
                     raise _refused(step, newest, self._saves.history.place)
                 self._saves.begin_new_run()
         except ConfigurationError:
             raise
         except CheckpointError as error:  # the same on all ranks
+            if not self._has_failed:
+                _logger.warning("whether the root holds an earlier run's checkpoints is not known: %s", error)
             self._has_failed = True
-            _logger.warning("whether the root holds an earlier run's checkpoints is not known: %s", error)
             return
-        self.is_settled = True
+        self.is_settled, self._has_failed = is_known, not is_known
 
 
 def _refused(step: int, newest: tuple[int, str], place: str) -> ConfigurationError:
+    fate = "be overwritten" if step == newest[0] else "stay the newest"
     text = (
-        f"this run begins at step {step} and has restored nothing, but {newest[1]} is a checkpoint of step {newest[0]}, "
-        "which would stay the newest: call restore() before the first step to resume that run; or choose another root; "
+        f"this run has restored nothing and begins at step {step}, not above step {newest[0]} of {newest[1]}, "
+        f"which would {fate}: call restore() before the first step to resume that run; or choose another root; "
         'or pass options=ckpt.options.ManagerOptions(on_existing="new-run"), which keeps the old checkpoints, but no longer restores '
         "or counts them"
     )

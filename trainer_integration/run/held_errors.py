@@ -7,12 +7,15 @@ or when an upload has begun that is not noted yet. What it raises there would le
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+_logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 
@@ -30,7 +33,7 @@ def errors_held(*, look_through: bool = True) -> Iterator[None]:
     An interrupt (not an `Exception`: KeyboardInterrupt, SystemExit) that comes a second time is raised at that moment:
     the block may be waiting for storage that does not answer. Without `look_through`, handlers count that were seen
     by an earlier block. Inside another block, that one's end counts. Handlers run in the main thread alone, so in others
-    this does nothing.
+    this does nothing. An error of the block itself comes out of it, unless an interrupt does; what was put off is logged then.
     """
     global _hold
     if threading.current_thread() is not threading.main_thread():
@@ -40,14 +43,17 @@ def errors_held(*, look_through: bool = True) -> Iterator[None]:
         _hold.install(look_through=look_through)
         yield
         return
-    hold = _Hold()
+    hold, has_failed = _Hold(), True
     try:
         _hold = hold
         hold.install(look_through=look_through)
         yield
+        has_failed = False
     finally:
         _hold = None
         hold.restore()
+        if has_failed:
+            hold.log_errors()
         hold.raise_first()
 
 
@@ -117,6 +123,13 @@ class _Hold:
                 raise error
             self._interrupted.add(number)
         self._errors.append(error)
+
+    def log_errors(self) -> None:
+        """Log what is put off, but interrupts."""
+        for error in self._errors:
+            if isinstance(error, Exception):
+                _logger.warning("a signal's handler has raised in a call that failed: %r", error)
+        self._errors = [error for error in self._errors if not isinstance(error, Exception)]
 
     def raise_first(self) -> None:
         """Raise the first interrupt, or else the first error; once."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -79,15 +79,22 @@ class History(SharedRecord):
             )
         return newest_first(names, self._record())
 
-    def newest(self) -> tuple[int, str] | None:
-        """Find step and folder of the newest checkpoint that is on record, or can be restored; None without one."""
-        recorded = {checkpoint.path for checkpoint in self.durable()}
-        for step, path in self.candidates()[:_MAX_LOOKS]:
-            if path in recorded:
+    def newest(self, own: Collection[int] = ()) -> tuple[int, str] | None:
+        """Find step and folder of the newest checkpoint that is on record, or can be restored, and is of no step of `own`.
+
+        None without one. Where very many folders hold none, and none is on record, the next folder counts as one.
+        """
+        recorded, looks = {checkpoint.path for checkpoint in self.durable()}, 0
+        for step, path in self.candidates():
+            if step in own:
+                continue
+            if path in recorded or (looks == _MAX_LOOKS and not recorded):
                 return step, path
-            with contextlib.suppress(NotFound, NotCommitted, CommitConflict):
-                if self.examine(path).fault is None:
-                    return step, path
+            if looks < _MAX_LOOKS:
+                looks += 1
+                with contextlib.suppress(NotFound, NotCommitted, CommitConflict):
+                    if self.examine(path).fault is None:
+                        return step, path
         return None
 
     def find_all(self) -> None:
@@ -96,6 +103,10 @@ class History(SharedRecord):
         for step, path in self.candidates():
             if path not in recorded:
                 self.find(RunCheckpoint(step=step, path=path, saved_at_s=0.0))
+
+    def begin_new_run(self) -> None:
+        """Give up, with the next checkpoint, those that this process has not saved."""
+        self._resumed_at = -1
 
     def newest_s(self, step: int) -> float:
         """Find when the newest checkpoints from `step` on were made, by the clocks of those who made them."""

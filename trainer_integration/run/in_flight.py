@@ -98,15 +98,18 @@ class Saves:
     def start(self) -> None:
         """Begin what goes on beside the saves. All ranks call it."""
 
-    def newest(self) -> tuple[int, str] | None:
-        """Find, on all ranks, the step and URL of the newest checkpoint that a restore may take. Raises CheckpointError."""
-        newest = self._ranks.from_first(self.history.newest)
-        return None if newest is None else (newest[0], self.history.shown(newest[1]))
+    def newest_of_others(self) -> tuple[tuple[int, str] | None, bool]:
+        """Find, on all ranks, step and URL of the newest checkpoint that a restore may take, and that these saves have not made.
+
+        Returns also whether all places were asked. Raises CheckpointError.
+        """
+        newest = self._ranks.from_first(lambda: self.history.newest(self.steps))
+        return (None if newest is None else (newest[0], self.history.shown(newest[1]))), True
 
     def begin_new_run(self) -> None:
-        """Give up, with the next checkpoint, all those of the root; on all ranks."""
+        """Give up, with the next checkpoint, all those of the root that these saves have not made; on all ranks."""
         self._ranks.from_first(self.history.find_all)
-        self.history.go_on_from(-1)
+        self.history.begin_new_run()
 
     def go_on_from(
         self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True

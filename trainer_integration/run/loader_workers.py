@@ -31,24 +31,43 @@ _is_outliving = False
 class ProtectedWorkers:
     """Let workers of `DataLoader` that start until `close` outlive signals, however their processes start.
 
-    Of loaders that have a loop of their own, such as torchdata's, those do whose processes are forked.
+    Of loaders that have a loop of their own, such as torchdata's, those do whose processes are forked. Several may be open;
+    torch's functions come back with the last that closes, in whatever order.
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
-        numbers = frozenset(map(int, signals))
-        self._places = (
-            (WORKER_LOOP_MODULE, WORKER_LOOP, partial(run_worker, numbers)),
-            (WORKER_SIGNALS_MODULE, WORKER_SIGNALS, partial(set_handlers, numbers)),
-        )
-        self._before = [getattr(module, name) for module, name, _ in self._places]
-        for module, name, own in self._places:
-            setattr(module, name, own)
+        self.signals = frozenset(map(int, signals))
+        _open.append(self)
+        _patch()
 
     def close(self) -> None:
-        """Restore torch's functions."""
-        for (module, name, own), before in zip(self._places, self._before, strict=True):
-            if getattr(module, name) is own:
-                setattr(module, name, before)
+        """Restore torch's functions if no other needs them replaced."""
+        if self in _open:
+            _open.remove(self)
+            _patch()
+
+
+_open: list[ProtectedWorkers] = []
+
+_before: dict[str, Any] = {}
+"""What was in the places of torch's functions."""
+
+
+def _patch() -> None:
+    """Replace torch's functions for the signals of all that are open, or restore them."""
+    signals = frozenset[int]().union(*(workers.signals for workers in _open))
+    for module, name, own in (
+        (WORKER_LOOP_MODULE, WORKER_LOOP, run_worker),
+        (WORKER_SIGNALS_MODULE, WORKER_SIGNALS, set_handlers),
+    ):
+        current = getattr(module, name)
+        if not (isinstance(current, partial) and current.func is own):
+            if not signals or name in _before:
+                continue  # somebody else has replaced it meanwhile
+            _before[name] = current
+        setattr(module, name, partial(own, signals) if signals else _before.pop(name))
+    if not signals:
+        _before.clear()
 
 
 def run_worker(signals: Iterable[int], *arguments: Any) -> None:

@@ -52,36 +52,58 @@ class NearSaves(Saves):
         self._near: dict[str, int] = {}
         self._newest: RunCheckpoint | None = None  # that is durable, of those that this process has saved
         self._asked: Asked[object] | None = None
+        self._asked_newest: Asked[tuple[int, str] | None] | None = None
         self.nearest = Nearest(tier, history)
 
     def start(self) -> None:
         self._tier.start(self._ranks, self._is_durable, self.tell)
 
-    def newest(self) -> tuple[int, str] | None:
+    def newest_of_others(self) -> tuple[tuple[int, str] | None, bool]:
         """Find the newest of the durable place, if that answers, and of the nodes, if it is of this run."""
 
-        def durable() -> tuple[tuple[int, str] | None, str]:
+        def durable() -> tuple[tuple[int, str] | None, bool, str]:
             try:
-                newest = self._tier.far.ask(self.history.newest)
+                newest, is_known = self._newest_durable(), True
             except StorageUnavailable as error:
-                _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
-                newest = None
-            return newest, self.history.run
+                if not self.steps:
+                    _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
+                newest, is_known = None, False
+            return newest, is_known, self.history.run
 
-        (newest, run), near = self._ranks.from_first(durable), self._tier.history
+        (newest, is_known, run), near = self._ranks.from_first(durable), self._tier.history
         found = [] if newest is None else [(newest[0], self.history.shown(newest[1]))]
         if self._tier.is_leader and (not run or near.stored_run() in ("", run)):
             with contextlib.suppress(CheckpointError):  # a record that is damaged counts as none
-                found += [(old.step, near.shown(old.path)) for old in near.durable()]
-        return self._ranks.join(max(found, default=None), _newer)
+                others = (old for old in near.durable() if old.step not in self.steps)
+                found += [(old.step, near.shown(old.path)) for old in others]
+        return self._ranks.join(max(found, default=None), _newer), is_known
+
+    def _newest_durable(self) -> tuple[int, str] | None:
+        """Ask, on the first rank; wait for the answer once, and look later whether it has come. Raises StorageUnavailable."""
+
+        def ask() -> Asked[tuple[int, str] | None]:
+            return Asked(lambda: self.history.newest(self.steps))
+
+        asked = self._asked_newest
+        if asked is None:
+            asked = self._asked_newest = ask()
+            return self._tier.far.wait(asked)
+        if not asked.is_answered():
+            raise StorageUnavailable("no answer yet", url=self.history.place)
+        try:
+            return asked.answer()
+        except CheckpointError:
+            self._asked_newest = ask()  # for the next save
+            raise
 
     def begin_new_run(self) -> None:
         try:
             self._ranks.from_first(lambda: self._tier.far.ask(self.history.find_all))
         except StorageUnavailable as error:
             _logger.warning("only checkpoints on record are given up: %s", error)
-        self.history.go_on_from(-1)
-        self._tier.go_on_from(-1)
+        self.history.begin_new_run()
+        if not self.steps:  # else the nodes were asked before they had a checkpoint of this run
+            self._tier.go_on_from(-1)
 
     def go_on_from(
         self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
