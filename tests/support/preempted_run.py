@@ -28,8 +28,8 @@ from ckpt.trainer_integration.sources import MapSource
 _READ_S, _STEP_S = 0.01, 0.01
 """Workers are as slow as steps: the trainer is in either when a signal comes."""
 
-_EARLY_S = 2.0
-"""Time for a signal to come in a step: workers that ran before the manager hand out no batch after it."""
+_EARLY_S, _PATIENCE_S = 0.3, 60.0
+"""Time for workers to die in a step, after a signal: those that ran before the manager hand out no batch after it."""
 
 
 class _Rows(Dataset[torch.Tensor]):
@@ -76,11 +76,19 @@ def _train(root: str, kind: str, *, is_early: bool) -> None:
             time.sleep(_STEP_S)
             if step == 5:
                 os.write(1, b"READY\n")
-                time.sleep(_EARLY_S if is_early else 0)
+                if is_early:
+                    _await_signal(manager)
             manager.step(step, model=model, optimizer=optimizer)
             if manager.preempted:
                 os.write(1, b"PREEMPTED %d\n" % step)  # in one piece: other ranks write there too
                 break
+
+
+def _await_signal(manager: ckpt.CheckpointManager) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while manager._decisions._signals.received is None and time.monotonic() < deadline_s:
+        time.sleep(_STEP_S)
+    time.sleep(_EARLY_S)
 
 
 def _launch(ranks: int) -> int:

@@ -92,7 +92,8 @@ def _refused(rank: int, root: str) -> str:
 def test_a_run_that_begins_at_the_newest_step_overwrites_nothing(
     tmp_path: Path, call: str, kind: str
 ) -> None:
-    root, tier = tmp_path / "root", {} if kind == "plain" else {kind: tmp_path / "tier"}
+    root = tmp_path / "root"
+    tier: dict[str, Any] = {} if kind == "plain" else {kind: tmp_path / "tier"}
     run(root, OLD_STEPS, **tier)
     before = (root / "step-00000700" / "commit.json").read_bytes()
     with ckpt.CheckpointManager(root, save=100, preflight=False, **tier) as manager:
@@ -297,15 +298,15 @@ def test_a_tier_whose_root_answers_later(
     with ckpt.CheckpointManager(root, save=1, keep=3, preflight=False, **near) as manager:
         manager.step(100, state_of(100))
         monkeypatch.undo()
-        try:
-            for step in range(101, 104):  # the answer may come a step later
+        refusals = []
+        for step in range(101, 104):  # the answer may come a step later
+            try:
                 manager.step(step, state_of(step))
                 manager.wait_durable(60)
-        except ConfigurationError as error:
-            assert not options
-            assert f"not above step 700 of {root}/step-00000700" in str(error)
-        else:
-            assert options, "it is refused"
+            except ConfigurationError as error:
+                refusals.append(str(error))
+    assert bool(refusals) is not bool(options)
+    assert all(f"not above step 700 of {root}/step-00000700" in text for text in refusals)
     assert restored(root, **near) == (103 if options else 700)
     assert not options or folders(root) == [101, 102, 103, *OLD_STEPS]
 

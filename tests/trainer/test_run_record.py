@@ -142,6 +142,7 @@ def test_a_step_that_two_processes_save(tmp_path: Path) -> None:
     """The later save is the checkpoint; the earlier one's process does not put its own entry over it."""
     earlier = ckpt.CheckpointManager(tmp_path, save=1, keep=1)
     later = ckpt.CheckpointManager(tmp_path, save=1)
+    assert later.restore(state_of(-1)) is None
     save(earlier, 1)
     save(later, 1)
     later.annotate(1, {"loss": 0.5})

@@ -6,15 +6,15 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ckpt.errors import CheckpointError, SaveFailed, StorageUnavailable
 from ckpt.format.run_record import RunCheckpoint, RunStamp, new_run_id
 from ckpt.local_first.drain_process import DrainState
-from ckpt.local_first.far_place import Asked
+from ckpt.local_first.far_place import Asked, FarPlace
 from ckpt.local_first.saving import Saved
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.events import Events
@@ -28,6 +28,8 @@ from ckpt.trainer_integration.run.search import GONE
 from ckpt.trainer_integration.run.tier import Tier, note_run
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK_S, _ASK_S, _LAST_LOOK_S = 0.2, 5.0, 5.0
 _FIRST_ANSWER_S = 0.5
@@ -52,7 +54,7 @@ class NearSaves(Saves):
         self._near: dict[str, int] = {}
         self._newest: RunCheckpoint | None = None  # that is durable, of those that this process has saved
         self._asked: Asked[object] | None = None
-        self._asked_newest: Asked[tuple[int, str] | None] | None = None
+        self._newest_durable = _Question(tier.far, lambda: self.history.newest(self.steps))
         self.nearest = Nearest(tier, history)
 
     def start(self) -> None:
@@ -63,7 +65,7 @@ class NearSaves(Saves):
 
         def durable() -> tuple[tuple[int, str] | None, bool, str]:
             try:
-                newest, is_known = self._newest_durable(), True
+                newest, is_known = self._newest_durable.answer(), True
             except StorageUnavailable as error:
                 if not self.steps:
                     _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
@@ -77,24 +79,6 @@ class NearSaves(Saves):
                 others = (old for old in near.durable() if old.step not in self.steps)
                 found += [(old.step, near.shown(old.path)) for old in others]
         return self._ranks.join(max(found, default=None), _newer), is_known
-
-    def _newest_durable(self) -> tuple[int, str] | None:
-        """Ask, on the first rank; wait for the answer once, and look later whether it has come. Raises StorageUnavailable."""
-
-        def ask() -> Asked[tuple[int, str] | None]:
-            return Asked(lambda: self.history.newest(self.steps))
-
-        asked = self._asked_newest
-        if asked is None:
-            asked = self._asked_newest = ask()
-            return self._tier.far.wait(asked)
-        if not asked.is_answered():
-            raise StorageUnavailable("no answer yet", url=self.history.place)
-        try:
-            return asked.answer()
-        except CheckpointError:
-            self._asked_newest = ask()  # for the next save
-            raise
 
     def begin_new_run(self) -> None:
         try:
@@ -298,6 +282,27 @@ class NearSaves(Saves):
                 f"node's own do `ckpt drain {tier.folder.path} {self.history.place}`"
             )
             self.tell("not_durable", left[-1], text)
+
+
+class _Question(Generic[T]):
+    """What the durable place is asked until it answers, and waited for the first time alone."""
+
+    def __init__(self, far: FarPlace, ask: Callable[[], T]) -> None:
+        self._far, self._ask = far, ask
+        self._asked: Asked[T] | None = None
+
+    def answer(self) -> T:
+        """Return the answer. Raises StorageUnavailable if it has not come, or the answer's error."""
+        if self._asked is None:
+            self._asked = Asked(self._ask)
+            return self._far.wait(self._asked)
+        if not self._asked.is_answered():
+            raise StorageUnavailable("no answer yet")
+        try:
+            return self._asked.answer()
+        except CheckpointError:
+            self._asked = Asked(self._ask)  # for the next save
+            raise
 
 
 def saves_for(
