@@ -18,7 +18,6 @@ from ckpt.save_plans.local import Message
 from ckpt.save_plans.sections import Section, digest_of, split_digests
 
 _MAX_NAMED = 5
-_SMALL_BYTES = 1 << 20
 
 
 class CentralPlan:
@@ -134,11 +133,7 @@ class CentralPlan:
         return entries
 
     def _choose_writers(self) -> Integers:
-        """Choose who writes; what only one rank holds first, then the largest chunks first.
-
-        Small values that are not sharded come from the first rank that holds them: where ranks differ, as in the buffers
-        of BatchNorm or in a part's values, those of one rank belong together.
-        """
+        """Choose who writes; what only one rank holds first, then the largest chunks first."""
         loads = Loads(self.size)
         to_lowest = any(message.to_lowest for message in self.messages)
         fixed: dict[tuple[int, int], tuple[Holders, Integers, int]] = {}
@@ -148,8 +143,7 @@ class CentralPlan:
                 continue
             entry.writers = entry.holders.lowest
             size = 1 if entry.held.dtype is None else item_bytes(entry.held.dtype)
-            is_small = entry.holders.count == 1 and int(entry.nbytes.max(initial=0)) < _SMALL_BYTES
-            if to_lowest or is_small or not entry.holders.replicated:
+            if to_lowest or not entry.holders.replicated:
                 key = id(entry.holders), id(entry.layout)
                 elements = np.ones(1, dtype=np.int64) if entry.layout is None else entry.layout.elements
                 total = fixed[key][2] if key in fixed else 0
