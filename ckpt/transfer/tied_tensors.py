@@ -35,8 +35,8 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     if local.layout is not torch.strided or local.device.type == "meta" or tensor.numel() == 0:
         return None
     try:
-        storage = local.untyped_storage()
+        begin = local.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # of a wrapper around other tensors
         return None
-    memory = (storage.data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
+    memory = (begin, local.storage_offset(), tuple(local.shape), local.stride())
     return (tensor.dtype, tuple(tensor.shape), *memory, chunks_key(tensor))
