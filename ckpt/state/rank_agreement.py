@@ -15,7 +15,7 @@ from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.ranks.group import Ranks
 from ckpt.state.rank_digests import GROUPS, PLACED, Key, RankDigests, digest
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import Structure, structure_of
+from ckpt.state.structure import Structure, decode, structure_of
 
 _logger = logging.getLogger(__name__)
 
@@ -208,10 +208,20 @@ def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks
         found = {unit: structure for unit, structure in found.items() if structure}
         noted = dict(result.get(STRUCTURE, {}))
         if found or name in noted:
-            of_part = {key: text for key, text in noted.get(name, {}).items() if key != GROUPS}
-            noted[name] = of_part | (texts_of(found) if found else {})
+            noted[name] = _with_texts(noted.get(name, {}), found, name)
             result[STRUCTURE] = noted
     return result
+
+
+def _with_texts(noted: Any, found: Mapping[Path, Structure], name: str) -> Any:
+    """Return the notes of an optimizer with those of its united groups."""
+    if isinstance(noted, str):  # one text for all, as where parameters have numbers
+        others = {path: node for path, node in decode(noted, name).items() if path[:1] != (GROUPS,)}
+        return texts_of(
+            {(): others | {(*unit, *path): node for unit, at in found.items() for path, node in at.items()}}
+        )
+    of_part = {key: text for key, text in noted.items() if key != GROUPS}
+    return of_part | (texts_of(found) if found else {})
 
 
 def _merged(

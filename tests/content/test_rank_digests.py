@@ -248,3 +248,23 @@ def _meshes(rank: int, root: str) -> dict[str, Any]:
             except CheckpointError as error:
                 seen[name] = "refused" if "'e.tied'" in str(error) else str(error)
     return seen
+
+
+def test_groups_of_numbered_parameters_are_united(tmp_path: Path) -> None:
+    assert run_ranks(2, _numbered, str(tmp_path)) == [1, 2]
+
+
+def _numbered(rank: int, root: str) -> int:
+    """A rank has a group more; keys that are numbers have one note for all."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1.0)
+        parameter.grad = torch.ones_like(parameter)
+    groups = [{"params": [*layer.parameters()], "more": {}} for layer in model][: rank + 1]
+    optimizer = AdamW(groups, lr=0.1)
+    optimizer.step()
+    ckpt.save({"optimizer": optimizer}, root)
+    again = AdamW(groups, lr=0.5)
+    ckpt.load({"optimizer": again}, root)
+    assert all(group["lr"] == 0.1 and group["more"] == {} for group in again.param_groups)
+    return len(again.state) // 2
