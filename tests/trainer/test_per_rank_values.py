@@ -98,7 +98,7 @@ def _named_dicts(rank: int, root: str) -> list[str]:
     seen = []
     model, norm = nn.Linear(1, 1), nn.BatchNorm1d(2)
     nn.init.constant_(model.weight, rank)
-    norm.running_mean += rank
+    norm.state_dict()["running_mean"] += rank
     optimizer = optim.SGD(model.parameters(), lr=0.1 + rank)
     states: list[dict[str, Any]] = [
         {"model": model.state_dict()},

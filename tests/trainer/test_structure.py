@@ -101,7 +101,7 @@ def test_texts_that_read_like_other_keys(text: str, tmp_path: Path) -> None:
     live = {"0": 0, "-1": -1, "2.5": 2.5, "1e-05": 1e-05, "True": True, "None": None, "(1, 2)": (1, 2)}
     live["nan"] = float("nan")
     ckpt.save({"p": Part({text: 1}), "v": {text: 1}}, tmp_path)
-    part, state = Part({live[text]: 9}), {"v": {live[text]: 9}}
+    part, state = Part({live[text]: 9}), dict[str, Any](v={live[text]: 9})
     ckpt.load({"p": part, **state}, tmp_path)
     ckpt.load(state, tmp_path)
     assert part.value == {text: 1}
