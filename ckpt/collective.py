@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, CommitUnknown, ConfigurationError, Load
 from ckpt.format.names import last_segment
 from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
-from ckpt.options import LoadOptions, SaveOptions
+from ckpt.options import LoadOptions, SaveOptions, check_options
 from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.lost_ranks import lost
@@ -87,6 +87,8 @@ def prepare_save(
 
     def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
         check_arguments(state_dict, url, planner)
+        if options is not None:
+            check_options("options", options, SaveOptions)
         writer = make_writer()
         writer.use(ranks.progress)
         values = dict(state_dict)
@@ -198,6 +200,8 @@ def load_by(
 
     def prepare() -> Reader:
         check_arguments(state_dict, url, planner)
+        if options is not None:
+            check_options("options", options, LoadOptions)
         return make_reader(ranks)
 
     with same_failure(LoadFailed, place, ranks):

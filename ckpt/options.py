@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,8 +25,13 @@ class SaveOptions:
     resume_check: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.per_rank, str) or not all(isinstance(name, str) for name in self.per_rank):
-            raise ConfigurationError(f"per_rank must be a list of names, not {self.per_rank!r:.100}")
+        given = self.per_rank
+        is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+        names = (*given,) if is_list else (None,)
+        if not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(f"per_rank must be a list of names, not {given!r:.100}")
+        object.__setattr__(self, "per_rank", names)  # a generator gives its names once
+        check_choice("resume_check", self.resume_check, True, False)
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,12 @@ class LoadOptions:
         check_choice("strict", self.strict, None, True, False)
         check_choice("on_shape", self.on_shape, "error", "resize")
         check_choice("allow_casts", self.allow_casts, True, False)
-        if self.rename is not None and not callable(self.rename) and not isinstance(self.rename, Mapping):
+        rename = self.rename
+        texts = (*rename.keys(), *rename.values()) if isinstance(rename, Mapping) else ()
+        is_one = rename is None or callable(rename) or isinstance(rename, Mapping)
+        if not is_one or not all(isinstance(text, str) for text in texts):
             raise ConfigurationError(
-                f"rename must be a function or a mapping of prefixes, not {self.rename!r:.100}"
+                f"rename must be a function, or a mapping of prefixes to prefixes, not {self.rename!r:.100}"
             )
 
 
@@ -80,6 +88,13 @@ class ManagerOptions:
     def __post_init__(self) -> None:
         check_choice("on_existing", self.on_existing, "error", "new-run")
         check_choice("resume_check", self.resume_check, "first", "every", "off")
+        check_options("save_options", self.save_options, SaveOptions)
+
+
+def check_options(name: str, value: object, kind: type) -> None:
+    """Raise ConfigurationError if `value` is no options of a kind."""
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{name} must be ckpt.options.{kind.__name__}(...), not {value!r:.100}")
 
 
 def check_choice(name: str, value: object, *choices: object) -> None:

@@ -19,7 +19,7 @@ from ckpt.content.checks import Checks, Level
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.local_first.options import LocalTier
-from ckpt.options import LoadOptions, ManagerOptions
+from ckpt.options import LoadOptions, ManagerOptions, check_options
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.nodes import first_of_node
@@ -304,6 +304,7 @@ class CheckpointManager:
 
 def _with_strict(options: LoadOptions | None, strict: bool | None) -> LoadOptions:
     options = options or LoadOptions()
+    check_options("options", options, LoadOptions)
     return options if strict is None else replace(options, strict=strict)
 
 

@@ -27,7 +27,7 @@ from ckpt.embeddings.gate import UpdateGate
 from ckpt.embeddings.restoring import PREFIX, restore_shard
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
-from ckpt.options import SaveOptions
+from ckpt.options import SaveOptions, check_options
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.slices import OpenCheckpoint
@@ -183,6 +183,7 @@ class Tables:
                         shard.begin()
                         begun.shards.append(shard)
                     chosen = more.pop("options", None) or SaveOptions()
+                    check_options("options", chosen, SaveOptions)
                     values, begun.described = values_to_save(state_dict, chosen.per_rank)
                     if chosen.resume_check:
                         check_resumable(begun.described.parts, values)

@@ -11,15 +11,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import CheckpointError, LoadFailed
-from ckpt.format.fqns import Path
+from ckpt.format.fqns import Path, part_of
 from ckpt.geometry import global_shape
 from ckpt.state.stored import StoredPart, StoredValue
-from ckpt.state.structure import Structure, build, children, is_flattened, leaves, name_of, structure_of
-from ckpt.state.targets import Targets
+from ckpt.state.structure import (
+    Structure,
+    build,
+    children,
+    empties,
+    is_flattened,
+    leaves,
+    name_of,
+    structure_of,
+)
+from ckpt.state.targets import Targets, shortened
 
 _logger = logging.getLogger(__name__)
 
 _LOADER = re.compile(r"(loader|sampler|dataset|data_iter)", re.IGNORECASE)
+VALUES_OF_MODEL, VALUES_OF_OPTIMIZER = "model's values", "optimizer's values"
+"""Kinds of plain values that are named like a model, or an optimizer: what they are in detail, names tell."""
 
 
 class PartState:
@@ -93,9 +104,17 @@ class _PartValues:
             flag = _flag(self._structure, path)
             like = like_of(path, value, own, flag, targets)
             targets.as_stored(value, like=like, live=own, device=_device(own, flag))
-        changed = [name_of((self._name, *path)) for path in known if path not in stored]
-        if stored and changed:
-            targets.notes.append(f"the program has, and the checkpoint lacks, {', '.join(changed[:5])}")
+        self.built(dict.fromkeys(value.name for value in self._asked.values()))  # before anything is loaded
+        if stored:
+            self._note_differences(known, targets)
+
+    def _note_differences(self, known: Mapping[Path, Any], targets: Targets) -> None:
+        for some, others, text in (
+            (known, self._asked, "the program has, and the checkpoint lacks, "),
+            (self._asked, known, "the checkpoint has, and the program lacked, "),
+        ):
+            if only := [name_of((self._name, *path)) for path in some if path not in others]:
+                targets.notes.append(text + shortened(only))
 
     def live(self, value: Any) -> dict[str, Any]:
         """Return the members of a value by their stored names."""
@@ -109,6 +128,14 @@ class _PartValues:
     def built(self, values: Mapping[str, Any]) -> Any:
         found = {path: values[value.name] for path, value in self._asked.items()}
         return build(found, self._structure, self._live, self._name)
+
+
+def _kind_of_values(name: str) -> str:
+    """Guess by its name what a value of the caller's own is: what may differ between ranks depends on it."""
+    if _LOADER.search(name):
+        return "loader"
+    of_part = part_of(f"{name}.", is_tensor=True, has_model=True)
+    return {"weights": VALUES_OF_MODEL, "optimizer": VALUES_OF_OPTIMIZER}.get(of_part, "value")
 
 
 def _flag(structure: Structure, path: Path) -> str | None:
@@ -150,12 +177,11 @@ def _device(live: Any, flag: str | None) -> torch.device | None:
 class PlainValue:
     """A value of the caller's own state dict: a tensor, a number, a dict of them. Its containers are filled in place."""
 
-    kind = "value"
-
     def __init__(self, name: str, value: Any, holder: dict[str, Any]) -> None:
         self._name, self._live, self._holder = name, value, holder
+        self.kind = _kind_of_values(name)
         self._asked: dict[Path, StoredValue] = {}
-        self._kept: list[Path] = []
+        self._kept: dict[Path, Any] = {}
         self._structure: Structure = {}
 
     def state_dict(self) -> Any:
@@ -190,11 +216,15 @@ class PlainValue:
                 targets.as_stored(value, like=like, device=_device(own, flag))
         if not part.values and not self._structure and not known and is_flattened(self._live):
             return  # a container that holds nothing: as before, on both sides
-        self._kept = [path for path in known if path not in self._asked and _is_lacking(path, part)]
-        for path in self._kept:
-            own = known[path]
+        kept = {
+            path: own for path, own in known.items() if path not in self._asked and _is_lacking(path, part)
+        }
+        for path, own in kept.items():
             if not (isinstance(own, torch.Tensor) and own.numel() == 0 and not part.values):
                 targets.lack(name_of((self._name, *path)), own)
+        # Also dicts that hold nothing: older checkpoints have none, so these are not lacking.
+        self._kept = kept | {path: own for path, own in empties(self._live) if _is_lacking(path, part)}
+        self._built(dict.fromkeys(self._asked))  # before anything is loaded
 
     def _has_place(self, path: Path, strict: bool | None) -> bool:
         """Tell whether a value that the program lacks may be added to it."""
@@ -222,9 +252,11 @@ class PlainValue:
         found = {path: values[value.name] for path, value in self._asked.items()}
         if not found and not self._structure:
             return
-        known = dict(leaves(self._live))
-        found |= {path: known[path] for path in self._kept}  # what only the program has stays
-        self._holder[self._name] = filled(self._live, build(found, self._structure, self._live, self._name))
+        self._holder[self._name] = filled(self._live, self._built(found))
+
+    def _built(self, found: Mapping[Path, Any]) -> Any:
+        """Return the value with what was loaded, and with what only the program has."""
+        return build({**found, **self._kept}, self._structure, self._live, self._name)
 
 
 def _is_lacking(path: Path, part: StoredPart) -> bool:
@@ -244,7 +276,7 @@ def filled(live: Any, loaded: Any) -> Any:
         live.clear()
         live.update(members)
         return live
-    if type(live) is list and type(loaded) is list and is_flattened(live):
+    if isinstance(live, list) and type(live) is type(loaded) and is_flattened(live):
         own = [*live, *[None] * max(0, len(loaded) - len(live))]
         live[:] = [filled(before, value) for before, value in zip(own, loaded, strict=False)]
         return live

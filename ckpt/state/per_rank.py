@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,15 +15,22 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import LoadFailed
 from ckpt.format.fqns import Path
-from ckpt.state.stored import StoredPart, StoredValue
-from ckpt.state.structure import Structure, build, children, is_flattened, leaves, name_of, structure_of
+from ckpt.state.rank_keys import RANKS, rank_key, rank_of, ranks_named
+from ckpt.state.stored import StoredPart
+from ckpt.state.structure import (
+    Structure,
+    build,
+    children,
+    is_flattened,
+    leaves,
+    made_like,
+    name_of,
+    structure_of,
+)
 from ckpt.state.targets import Targets
 from ckpt.torch_private import local_tensor
 
 _logger = logging.getLogger(__name__)
-
-_RANKS = "ranks"
-_RANK = re.compile(r"rank-(\d{5,})")
 
 Merge = Callable[[Sequence[Any], int, int], Any]
 """Makes the state of a rank of those of all ranks that saved: `merge(states, rank, world_size)`."""
@@ -30,10 +39,6 @@ Merge = Callable[[Sequence[Any], int, int], Any]
 def rank_and_world_size() -> tuple[int, int]:
     is_initialized = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
-
-
-def rank_key(rank: int) -> str:
-    return f"rank-{rank:05d}"
 
 
 def per_rank(part: Any, merge: Merge | None = None) -> PerRank:
@@ -60,66 +65,78 @@ class PerRank:
     def __init__(self, part: Any, merge: Merge | None = None) -> None:
         self.part = part
         self._merge = merge if merge is not None else getattr(part, "merge_ranks", None)
-        self._asked: dict[int, dict[Path, StoredValue]] = {}
-        self._stored = StoredPart("")
+        self._asked: dict[int, StoredPart] = {}
+        self._saved = 0
         self._name = ""
 
     def state_dict(self) -> dict[str, Any]:
         rank, size = rank_and_world_size()
-        return {_RANKS: size, rank_key(rank): local_values(self._own_state())}
+        return {RANKS: size, rank_key(rank): local_values(self._own_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rank, size = rank_and_world_size()
-        if state[_RANKS] == size:
+        if state[RANKS] == size:
             self._give(state[rank_key(rank)])
         else:
-            self._give(self._merged([state[rank_key(other)] for other in range(state[_RANKS])]))
+            self._give(self._merged([state[rank_key(other)] for other in range(state[RANKS])]))
 
     def structures(self, value: Mapping[str, Any], name: str) -> dict[Path, Structure]:
-        found = {(key,): structure_of(own, f"{name}.{key}") for key, own in value.items() if key != _RANKS}
+        found = {(key,): structure_of(own, f"{name}.{key}") for key, own in value.items() if key != RANKS}
         return {unit: structure for unit, structure in found.items() if structure}
 
     def plan(self, part: StoredPart, targets: Targets) -> None:
-        self._stored, self._name, self._asked = part, part.name, {}
+        self._name, self._asked, self._saved = part.name, {}, 0
         rank, size = rank_and_world_size()
-        saved = ranks_of(part, ())
-        if saved == 0:
-            targets.missing.append(part.name)
-            return
-        targets.asked.update(value.name for value in part.values.values())  # other ranks ask for the rest
-        if targets.is_dry:
-            return
-        if saved != size and not self._can_merge():
-            targets.faults.append(self._no_merge(saved, size))
-            return
-        live = dict(leaves(local_values(self._own_state())))
-        for other in [rank] if saved == size else range(saved):
-            own = part.below((rank_key(other),))
-            self._asked[other] = own
-            for path, value in own.items():
+        by_rank = ranks_of(part)
+        if by_rank is None:  # no rank's own: it is for all
+            if not part.values and not part.nodes:
+                targets.missing.append(part.name)
+                return
+            by_rank = {rank: part}
+        else:
+            self._saved = len(by_rank)
+            targets.asked.update(value.name for value in part.values.values())  # other ranks ask for the rest
+            if not self._is_merged and rank in by_rank:
+                by_rank = {rank: by_rank[rank]}
+            elif targets.is_dry:
+                return
+            elif fault := _lacking(part.name, by_rank):
+                targets.faults.append(fault)
+                return
+            elif self._merge is None:
+                targets.faults.append(self._no_merge(self._saved, size))
+                return
+        self._asked = by_rank
+        live = {} if targets.is_dry or self._is_merged else dict(leaves(local_values(self._own_state())))
+        for own in by_rank.values():
+            for path, value in own.values.items():
                 if value.shape is None:
                     targets.object(value)
                 else:
-                    targets.as_stored(value, live=live.get(path) if saved == size else None)
+                    targets.as_stored(value, live=live.get(path))
+            build(dict.fromkeys(own.values), own.nodes, None, own.name)
 
     def take(self, values: Mapping[str, Any]) -> None:
-        states = []
-        for other, own in self._asked.items():
-            found = {path: values[value.name] for path, value in own.items()}
-            structure = self._stored.structure((rank_key(other),))
-            states.append(build(found, structure, None, f"{self._name}.{rank_key(other)}"))
-        if not states:
-            return
-        _, size = rank_and_world_size()
-        self._give(states[0] if ranks_of(self._stored, ()) == size else self._merged(states))
+        states = [
+            build({path: values[value.name] for path, value in own.values.items()}, own.nodes, None, own.name)
+            for own in self._asked.values()
+        ]
+        if states:
+            self._give(self._merged(states) if self._is_merged else states[0])
 
     def live(self) -> dict[str, Any]:
         """Return this rank's own by stored names; nothing if a merge made it."""
-        rank, _ = rank_and_world_size()
-        if self._asked.keys() != {rank}:
+        if self._is_merged or not self._asked:
             return {}
         own = dict(leaves(local_values(self._own_state())))
-        return {value.name: own.get(path) for path, value in self._asked[rank].items()}
+        return {
+            value.name: own.get(path) for part in self._asked.values() for path, value in part.values.items()
+        }
+
+    @property
+    def _is_merged(self) -> bool:
+        """Tell whether other ranks' own are needed: as many as load have saved, or one for all."""
+        return self._saved not in (0, rank_and_world_size()[1])
 
     def _own_state(self) -> Any:
         return self.part.state_dict() if hasattr(self.part, "state_dict") else self.part
@@ -129,9 +146,6 @@ class PerRank:
             self.part.load_state_dict(state)
         else:
             self.part = state
-
-    def _can_merge(self) -> bool:
-        return self._merge is not None
 
     def _merged(self, states: Sequence[Any]) -> Any:
         rank, size = rank_and_world_size()
@@ -146,16 +160,53 @@ class PerRank:
         )
 
 
-def ranks_of(part: StoredPart, below: Path) -> int:
-    """Return how many ranks saved their own at a path; 0 if none did."""
-    keys = {
-        path[len(below)]
-        for path in [*part.values, *part.nodes]
-        if len(path) > len(below) and path[: len(below)] == below
-    }
-    numbers = [int(match[1]) for key in keys if (match := _RANK.fullmatch(str(key)))]
-    others = {key for key in keys if key != _RANKS and not _RANK.fullmatch(str(key))}
-    return max(numbers) + 1 if numbers and not others else 0
+def without_marks(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state with what `per_rank` has marked, which holds what was loaded, in place of the marks."""
+    if not any(isinstance(value, PerRank) for value in state.values()):
+        return state
+    return {name: value.part if isinstance(value, PerRank) else value for name, value in state.items()}
+
+
+def ranks_of(part: StoredPart) -> dict[int, StoredPart] | None:
+    """Return what each rank saved of a part; None if it is no rank's own."""
+    ranks = _places(part).get(())
+    if not ranks:
+        return None
+    found = {rank: StoredPart(f"{part.name}.{rank_key(rank)}") for rank in sorted(ranks)}
+    for path, value in part.values.items():
+        if (rank := rank_of(path[0])) is not None:
+            found[rank].values[path[1:]] = value
+    for path, node in part.nodes.items():
+        if path and (rank := rank_of(path[0])) is not None:
+            found[rank].nodes[path[1:]] = node
+    return found
+
+
+def _places(part: StoredPart) -> dict[Path, set[int]]:
+    """Return where in a part ranks saved their own, and which ranks."""
+    members: dict[Path, set[str | int]] = {}
+    for path in (*part.values, *part.nodes):
+        for at, key in enumerate(path):
+            if rank_of(key) is not None:
+                members.setdefault(path[:at], set())
+                break
+    if not members:
+        return {}
+    for path in (*part.values, *part.nodes):
+        for at, key in enumerate(path):
+            if path[:at] in members:
+                members[path[:at]].add(key)
+                break
+    found = {place: ranks_named(keys) for place, keys in members.items() if place not in part.values}
+    return {place: ranks for place, ranks in found.items() if ranks}
+
+
+def _lacking(name: str, ranks: Collection[int]) -> str:
+    """Name the first rank whose own is not there; empty if none is missing."""
+    lacking = next(rank for rank in itertools.count() if rank not in ranks)
+    if lacking == len(ranks):
+        return ""
+    return f"{name!r} is each rank's own, and the checkpoint lacks {name}.{rank_key(lacking)}, but has those of later ranks"
 
 
 def local_values(value: Any) -> Any:
@@ -166,29 +217,45 @@ def local_values(value: Any) -> Any:
         isinstance(item, DTensor | Mapping | list) for item in value.values()
     ):
         items = {key: local_values(item) for key, item in value.items()}
-        return items if type(value) is dict else _like(value, items)
+        return items if type(value) is dict or not isinstance(value, dict) else made_like(value, items)
     if type(value) is list and is_flattened(value):
         return [local_values(item) for item in value]
     return value
 
 
-def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    made = value.copy() if hasattr(value, "copy") else {}
-    made.update(items)
-    return made
-
-
-def marked(value: Any, name: str, patterns: Collection[str]) -> Any:
-    """Return a value with each rank's own in place of what matches a pattern."""
-    if any(fnmatchcase(name, pattern) for pattern in patterns):
+def marked(value: Any, name: str, patterns: Collection[str], places: dict[Path, Any], path: Path = ()) -> Any:
+    """Return a value with each rank's own in place of what matches a pattern; note in `places` what stood there."""
+    shown = name_of((name, *path))
+    if any(fnmatchcase(shown, pattern) for pattern in patterns):
         rank, size = rank_and_world_size()
-        return {_RANKS: size, rank_key(rank): local_values(value)}
-    if not is_flattened(value) or not any(_may_match(name, pattern) for pattern in patterns):
+        places[path] = value
+        return {RANKS: size, rank_key(rank): local_values(value)}
+    if not is_flattened(value) or not any(_may_match(shown, pattern) for pattern in patterns):
         return value
     if isinstance(value, Mapping):
-        items = {key: marked(item, f"{name}.{key}", patterns) for key, item in value.items()}
-        return items if type(value) is dict else _like(value, items)
-    return [marked(item, f"{name}.{number}", patterns) for number, item in children(value)]
+        return {key: marked(item, name, patterns, places, (*path, str(key))) for key, item in value.items()}
+    return [marked(item, name, patterns, places, (*path, number)) for number, item in children(value)]
+
+
+def by_units(structures: Mapping[Path, Structure], places: Collection[Path]) -> dict[Path, Structure]:
+    """Return structures, by whole paths, in units that all ranks share, and this rank's own units below marked places."""
+    rank, _ = rank_and_world_size()
+    marks = {*places}
+    # What is shared, and would stand above units of the ranks, stands beside them.
+    beside = {place[:at]: (*place, RANKS) for place in places for at in range(len(place) + 1)}
+    found: dict[Path, Structure] = {}
+    for unit, structure in structures.items():
+        for path, node in structure.items():
+            whole, own = (*unit, *path), beside.get(unit, unit)
+            for at in range(len(whole) + 1) if marks else ():
+                if whole[:at] in marks:
+                    own = (*whole[:at], rank_key(rank))
+                    whole = (*own, *whole[at:])
+                    tensors = {member: kind for member, kind in node.tensors.items() if kind != "dtensor"}
+                    node = replace(node, tensors=tensors)
+                    break
+            found.setdefault(own, {})[whole] = node
+    return found
 
 
 def _may_match(name: str, pattern: str) -> bool:
@@ -199,37 +266,32 @@ def _may_match(name: str, pattern: str) -> bool:
 
 def own_part(part: StoredPart, targets: Targets) -> StoredPart:
     """Return a part with this rank's own values where ranks saved theirs."""
-    below = {
-        path[:at]
-        for path in [*part.values, *part.nodes]
-        if any(str(key).startswith("rank-") for key in path)
-        for at in range(len(path))
-        if _RANK.fullmatch(str(path[at]))
-    }
-    own = {path: ranks_of(part, path) for path in below}
-    own = {path: saved for path, saved in own.items() if saved}
-    if not own:
+    places = _places(part)
+    if not places:
         return part
     rank, size = rank_and_world_size()
-    chosen = StoredPart(part.name)
-    for path, saved in own.items():
-        if saved != size:
+    for place, ranks in {} if targets.is_dry else places.items():
+        name = name_of((part.name, *place))
+        if fault := _lacking(name, ranks):
+            targets.faults.append(fault)
+        elif len(ranks) != size:
             targets.faults.append(
-                f"{name_of((part.name, *path))!r} is each rank's own, {saved} ranks saved it, and {size} load: restore on "
+                f"{name!r} is each rank's own, {len(ranks)} ranks saved it, and {size} load: restore on "
                 "as many ranks, or give the part as ckpt.per_rank(part, merge=...)"
             )
+    chosen = StoredPart(part.name)
     for path, value in part.values.items():
-        top = next((each for each in own if path[: len(each)] == each), None)
-        if top is None:
+        at = next((at for at in range(len(path)) if path[:at] in places), None)
+        if at is None:
             chosen.values[path] = value
             continue
         targets.asked.add(value.name)
-        if len(path) > len(top) and path[len(top)] == rank_key(rank):
-            chosen.values[top + path[len(top) + 1 :]] = value
+        if rank_of(path[at]) == rank:
+            chosen.values[path[:at] + path[at + 1 :]] = value
     for path, node in part.nodes.items():
-        top = next((each for each in own if path[: len(each)] == each), None)
-        if top is None or len(path) == len(top):
+        at = next((at for at in range(len(path)) if path[:at] in places), None)
+        if at is None:
             chosen.nodes[path] = node
-        elif path[len(top)] == rank_key(rank):
-            chosen.nodes[top + path[len(top) + 1 :]] = node
+        elif rank_of(path[at]) == rank:
+            chosen.nodes[path[:at] + path[at + 1 :]] = node
     return chosen

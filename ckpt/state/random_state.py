@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ckpt.format.fqns import Path
-from ckpt.state.per_rank import rank_and_world_size, rank_key, ranks_of
+from ckpt.state.per_rank import rank_and_world_size, ranks_of
+from ckpt.state.rank_keys import rank_key
 from ckpt.state.stored import StoredPart
 from ckpt.state.structure import Structure
 from ckpt.state.targets import Targets
@@ -68,8 +69,8 @@ class RandomState:
         self._name = ""
         targets.asked.update(value.name for value in part.values.values())
         own = part.values.get((rank_key(rank),))
-        saved = ranks_of(part, ())
-        if saved and saved != ranks:
+        saved = len(ranks_of(part) or ())
+        if saved and saved != ranks and not targets.is_dry:
             _note_not_restored(saved, ranks)
         elif own is not None:
             self._name = own.name

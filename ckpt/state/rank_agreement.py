@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ import torch
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.ranks.group import Ranks
-from ckpt.state.rank_digests import GROUPS, RankDigests, digest
+from ckpt.state.rank_digests import GROUPS, PLACED, Key, RankDigests, digest
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import Structure, structure_of
+from ckpt.state.structure import Structure, decode, structure_of
 
 _logger = logging.getLogger(__name__)
 
 _SHOWN = 5
+_CALL = "comparison of values"
+_GROUPS: Key = (GROUPS, 0, 0)
 _have_saved: set[tuple[str | int, ...]] = set()
 """Purposes and ranks that have saved together in this process."""
 _noted_buffers: set[str] = set()
@@ -44,30 +47,48 @@ def agree_on_values(
         _have_saved.add((ranks.purpose, *ranks.members))
     own = RankDigests(ranks.call if number is None else number, is_whole=is_first)
 
-    def look() -> dict[str, int | None]:
+    def look() -> dict[Key, int | None]:
         for name, value in values.items():
             kind = described.kinds.get(name, "value")
             if kind != "per rank" and name != STRUCTURE:
                 own.add(name, value, kind, described.buffers)
-        return {**own.digests(), GROUPS: digest(own.groups)}
+        return {**own.digests(), _GROUPS: digest(own.groups)}
 
-    own_digests = ranks.together("comparison of values", look)
+    own_digests = ranks.together(_CALL, look)
     joined = ranks.join(own_digests, _joined)
-    differing = {kind for kind, found in joined.items() if found is None}
-    if kinds := differing - {GROUPS}:
-        digests, names = ranks.together("comparison of values", lambda: own.details(kinds))
+    differing = {key for key, found in joined.items() if found is None}
+    shared = _shared_names(own, joined.keys(), ranks)
+    if (keys := differing - {_GROUPS}) or shared:
+        digests, names = ranks.together(_CALL, lambda: own.details(keys, shared))
         found = ranks.join(Compared(digests, {}), Compared.join)
         if found.differing:
             _judge(names, found.differing, ranks, url)
-    return _with_groups(values, own.groups, ranks, url) if GROUPS in differing else values
+    return _with_groups(values, own.groups, ranks, url) if _GROUPS in differing else values
 
 
-def _joined(some: Mapping[str, int | None], other: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Keep the digests that are the same; None stands for others, also of what only some have."""
-    return {
-        kind: some[kind] if kind in some and kind in other and some[kind] == other[kind] else None
-        for kind in {**some, **other}
-    }
+def _joined(some: Mapping[Key, int | None], other: Mapping[Key, int | None]) -> dict[Key, int | None]:
+    """Keep the digests that are the same; None stands for others, also of kinds that only some have."""
+    joined = {**some, **other}
+    for key in joined:
+        if key[0] not in PLACED or (key in some and key in other):
+            joined[key] = some[key] if some.get(key) == other.get(key) else None
+    return joined
+
+
+def _shared_names(own: RankDigests, keys: Collection[Key], ranks: Ranks) -> set[int]:
+    """Return the numbers of names with places that ranks have among other names: their places may be the same."""
+    kinds = {kind for kind in PLACED if len({key[1] for key in keys if key[0] == kind}) > 1}
+    if not kinds:
+        return set()
+    own_names: dict[int, int | None] = {**ranks.together(_CALL, lambda: own.names(kinds))}
+    among = ranks.join(own_names, _one_each)
+    return {number for number, names in among.items() if names is None}
+
+
+def _one_each(some: dict[int, int | None], other: dict[int, int | None]) -> dict[int, int | None]:
+    joined = {**some, **other}
+    joined.update((number, None) for number in some.keys() & other.keys() if some[number] != other[number])
+    return joined
 
 
 @dataclass
@@ -144,28 +165,37 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass
 class _Groups:
-    """The groups of ranks whose optimizers differ, by the first rank that has them."""
+    """The groups of ranks whose optimizers differ: the first rank that has them, the part, and the groups, pickled."""
 
-    by_digest: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    by_digest: dict[int, tuple[int, str, bytes]]
 
     def join(self, other: _Groups) -> _Groups:
         joined = dict(self.by_digest)
-        for number, (rank, groups) in other.by_digest.items():
-            known = joined.get(number)
-            if known is None or rank < known[0]:
-                joined[number] = rank, groups
+        for number, found in other.by_digest.items():
+            joined[number] = min(found, joined.get(number, found))
         return _Groups(joined)
+
+
+def _own_groups(groups: Mapping[str, Any], rank: int) -> _Groups:
+    """Return a rank's groups. Raises ConfigurationError for those that cannot be sent."""
+    found: dict[int, tuple[int, str, bytes]] = {}
+    for name, value in groups.items():
+        try:
+            found[digest([name, value])] = rank, name, pickle.dumps(_on_cpu(value))
+        except Exception as error:
+            raise ConfigurationError(
+                f"the groups of {name!r} hold an option that cannot be sent to the other ranks, whose groups differ: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return _Groups(found)
 
 
 def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks, url: str) -> dict[str, Any]:
     """Return values in which each optimizer has the groups of all ranks, such as those of all stages of a pipeline."""
-    own = _Groups(
-        {digest([name, value]): (ranks.rank, (name, _on_cpu(value))) for name, value in groups.items()}
-    )
-    joined = ranks.join(own, _Groups.join)
+    joined = ranks.join(ranks.together(_CALL, lambda: _own_groups(groups, ranks.rank)), _Groups.join)
     united: dict[str, list[list[dict[str, Any]]]] = {}
-    for _, (name, each) in sorted(joined.by_digest.values(), key=lambda item: item[0]):
-        united.setdefault(name, []).append(each)
+    for _, name, each in sorted(joined.by_digest.values()):
+        united.setdefault(name, []).append(pickle.loads(each))
     result = dict(values)
     for name, all_groups in united.items():
         if name not in values or len(all_groups) == 1:
@@ -178,40 +208,44 @@ def _with_groups(values: dict[str, Any], groups: Mapping[str, Any], ranks: Ranks
         found = {unit: structure for unit, structure in found.items() if structure}
         noted = dict(result.get(STRUCTURE, {}))
         if found or name in noted:
-            of_part = {key: text for key, text in noted.get(name, {}).items() if key != GROUPS}
-            noted[name] = of_part | (texts_of(found) if found else {})
+            noted[name] = _with_texts(noted.get(name, {}), found, name)
             result[STRUCTURE] = noted
     return result
+
+
+def _with_texts(noted: Any, found: Mapping[Path, Structure], name: str) -> Any:
+    """Return the notes of an optimizer with those of its united groups."""
+    if isinstance(noted, str):  # one text for all, as where parameters have numbers
+        others = {path: node for path, node in decode(noted, name).items() if path[:1] != (GROUPS,)}
+        return texts_of(
+            {(): others | {(*unit, *path): node for unit, at in found.items() for path, node in at.items()}}
+        )
+    of_part = {key: text for key, text in noted.items() if key != GROUPS}
+    return of_part | (texts_of(found) if found else {})
 
 
 def _merged(
     name: str, all_groups: Sequence[Sequence[Mapping[str, Any]]], url: str, ranks: Ranks
 ) -> list[dict[str, Any]]:
     """Unite groups of the same place and options; all others stay apart. Raises SaveFailed if a parameter is in two."""
-    merged: list[tuple[int, int, dict[str, Any]]] = []
-    homes: dict[Any, int] = {}
+    merged: dict[tuple[int, int], dict[str, Any]] = {}
+    homes: dict[Any, tuple[int, int]] = {}
     for groups in all_groups:
         for place, group in enumerate(groups):
-            options = digest({key: value for key, value in group.items() if key != "params"})
-            number = next(
-                (at for at, (where, known, _) in enumerate(merged) if (where, known) == (place, options)),
-                len(merged),
-            )
-            if number == len(merged):
-                merged.append((place, options, {**group, "params": []}))
-            params = merged[number][2]["params"]
-            known_params = set(params)
+            home = place, digest({key: value for key, value in group.items() if key != "params"})
+            params = merged.setdefault(home, {**group, "params": {}})["params"]
             for param in group["params"]:
-                if homes.setdefault(param, number) != number:
+                known = homes.setdefault(param, home)
+                if known == home:
+                    params[param] = None
+                else:
                     text = (
                         f"ranks have other options for parameter {param!r} of {name!r}, or it has one name and stands for "
                         "several: give optimizers the same groups on all ranks that hold a parameter, and save "
                         "optimizers of several models by training_state(model=..., optimizer=...)"
                     )
                     raise SaveFailed(text, url=url, failures={ranks.rank: ConfigurationError(text)})
-                if param not in known_params:
-                    params.append(param)
-    return [group for _, _, group in merged]
+    return [{**group, "params": [*group["params"]]} for group in merged.values()]
 
 
 def _on_cpu(groups: Any) -> Any:

@@ -6,7 +6,9 @@ one dtype and shape are digested together.
 
 from __future__ import annotations
 
+import io
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.format.fqns import OWN_BUFFERS
 from ckpt.geometry import FIELD, TENSOR_SHARD, WRITE_ITEMS, has_geometry
+from ckpt.state.parts import VALUES_OF_MODEL, VALUES_OF_OPTIMIZER
 from ckpt.state.structure import children, is_flattened
 from ckpt.torch_private import ShardedTensor, create_chunk_list, create_write_items, local_tensor
 from ckpt.transfer.tensor_memory import has_memory_view, memory_of
@@ -31,8 +34,14 @@ _ALONE_BYTES = 64 << 10
 """From here on a copy costs more than a call for each tensor."""
 _BATCH_BYTES = 1 << 20
 
+_PARAMETER = re.compile(r"(^|_)(weight|bias)(_|$)")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 GROUPS = "param_groups"
+PLACED = ("sharded", "chunk")
+"""Kinds of values that have places: each rank, or group of ranks, has some of its own, and shares others."""
+
+Key = tuple[str, int, int]
+"""A kind; and, of one with places, numbers of all names and of all their places that a rank has."""
 
 
 @dataclass
@@ -64,34 +73,57 @@ class RankDigests:
 
     def add(self, part: str, value: Any, kind: str, buffers: AbstractSet[str]) -> None:
         """Take the values of a part; `buffers` are the names that are of a kind of their own."""
-        if kind == "optimizer" and isinstance(value, Mapping):
-            self.groups[part] = value.get(GROUPS, [])
+        if kind == "optimizer" and isinstance(value, Mapping) and isinstance(value.get(GROUPS), list):
+            self.groups[part] = value[GROUPS]
             for key, item in value.items():
                 if key != GROUPS:
                     self._take(f"{part}.{key}", item, kind, buffers)
         else:
             self._take(part, value, kind, buffers)
 
-    def digests(self) -> dict[str, int]:
+    def digests(self) -> dict[Key, int]:
         """Return a digest for each kind, equal if ranks hold the same values in the same order."""
-        return {name: self._digest(kind) for name, kind in self._kinds.items()}
+        return {self._key(name): self._digest(kind) for name, kind in self._kinds.items()}
 
-    def details(self, kinds: AbstractSet[str]) -> tuple[dict[int, int], dict[int, tuple[str, str]]]:
-        """Return the digests of all values of some kinds by a number for each name; and the names and kinds by it."""
+    def _key(self, name: str) -> Key:
+        """Return the key of a kind: of one with places also which names and places this rank has."""
+        if name not in PLACED:
+            return name, 0, 0
+        kind = self._kinds[name]
+        return name, digest([*sorted({*kind.names.values()})]), digest([*sorted(kind.names)])
+
+    def names(self, kinds: AbstractSet[str]) -> dict[int, int]:
+        """Return, by a number for each name of some kinds with places, the number of all names that this rank has."""
+        return {
+            _number(name): own[1]
+            for own in map(self._key, kinds & self._kinds.keys())
+            for name in self._kinds[own[0]].names.values()
+        }
+
+    def details(
+        self, differing: AbstractSet[Key], shared: AbstractSet[int] = frozenset()
+    ) -> tuple[dict[int, int], dict[int, tuple[str, str]]]:
+        """Return digests of values by a number for each name, or name and place; and the names and kinds by it.
+
+        These are all values whose key, of `digests`, is among the `differing` ones, and those of the `shared` names.
+        """
         digests: dict[int, int] = {}
         names: dict[int, tuple[str, str]] = {}
-        for each in kinds & self._kinds.keys():
-            kind = self._kinds[each]
-            for key, digest in self._each(kind):
-                number = xxhash.xxh3_64_intdigest(key.encode(errors="surrogatepass"))
-                digests[number], names[number] = digest, (kind.names.get(key, key), each)
+        for each, kind in self._kinds.items():
+            is_asked = self._key(each) in differing
+            if not is_asked and not (each in PLACED and shared):
+                continue
+            for key, found in self._each(kind):
+                name = kind.names.get(key, key)
+                if is_asked or _number(name) in shared:
+                    digests[_number(key)], names[_number(key)] = found, (name, each)
         return digests, names
 
     def _take(self, name: str, value: Any, kind: str, buffers: AbstractSet[str]) -> None:
         if type(value) is not dict and not is_flattened(value):
-            self._leaf(name, value, self._kind_of(name, kind, buffers))
+            self._leaf(name, value, self._kind_of(name, kind, buffers, isinstance(value, torch.Tensor)))
             return
-        alike = self._kinds.setdefault(kind, _Kind()).alike
+        alike = self._kinds.setdefault("optimizer" if kind == VALUES_OF_OPTIMIZER else kind, _Kind()).alike
         for key, item in value.items() if type(value) is dict else children(value):
             below = f"{name}.{key}"
             # All in one loop: there can be very many, and each call would cost as much as a digest.
@@ -103,6 +135,8 @@ class RankDigests:
                     facts = item.dtype, item.shape
                 except RuntimeError:  # nested, without a shape; the plan of the save says so
                     continue
+                if kind == VALUES_OF_MODEL:
+                    alike = self._kinds.setdefault(self._kind_of(below, kind, buffers), _Kind()).alike
                 known = alike.get(facts)
                 if known is None:
                     known = alike[facts] = [], []
@@ -111,9 +145,13 @@ class RankDigests:
             else:
                 self._take(below, item, kind, buffers)
 
-    def _kind_of(self, name: str, kind: str, buffers: AbstractSet[str]) -> str:
-        is_running = kind == "value" and name.rpartition(".")[2] in OWN_BUFFERS
-        return "buffer" if is_running or name in buffers else kind
+    def _kind_of(self, name: str, kind: str, buffers: AbstractSet[str], is_tensor: bool = True) -> str:
+        last = name.rpartition(".")[2]
+        if name in buffers or (kind in ("value", VALUES_OF_MODEL) and last in OWN_BUFFERS):
+            return "buffer"
+        if kind == VALUES_OF_MODEL:  # of the other tensors in a plain dict no one knows which are buffers
+            return "model" if is_tensor and _PARAMETER.search(last) else "value"
+        return "optimizer" if kind == VALUES_OF_OPTIMIZER else kind
 
     def _leaf(self, name: str, value: Any, kind: str) -> None:
         """Digest what is no plain tensor in a container."""
@@ -259,6 +297,10 @@ def _seed(dtype: torch.dtype, shape: torch.Size) -> int:
     return xxhash.xxh32_intdigest(f"{dtype}{tuple(shape)}".encode())
 
 
+def _number(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
+
+
 def digest(value: Any) -> int:
     """Return a number that equal values share, on all ranks."""
     return xxhash.xxh3_64_intdigest(_canonical(value))
@@ -280,8 +322,17 @@ def _canonical(value: Any) -> bytes:
     elif isinstance(value, set | frozenset):
         members = sorted(map(_canonical, value))
     else:
+        written = io.BytesIO()
         try:
-            return f"{kind}:".encode() + pickle.dumps(value, protocol=4)
+            _Pickler(written, protocol=4).dump(value)
         except Exception:  # the save says so
             return kind.encode()
+        return f"{kind}:".encode() + written.getvalue()
     return kind.encode() + b"(" + b",".join(b"%d:%s" % (len(member), member) for member in members) + b")"
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle an object such that equal ones are written alike: sets have another order in each process."""
+
+    def persistent_id(self, value: Any) -> bytes | None:
+        return _canonical(value) if isinstance(value, set | frozenset | Mapping | torch.Tensor) else None

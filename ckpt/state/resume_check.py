@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ckpt.state.load_planner import plan_parts
 from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
+from ckpt.state.rank_digests import GROUPS
 from ckpt.state.state_parts import Part
 from ckpt.state.stored import StoredPart, StoredState, StoredValue
 from ckpt.state.structure import build, children, is_flattened, leaves, name_of
@@ -35,7 +37,11 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
 
     Raises ConfigurationError, which names what could not be restored.
     """
-    parts = {name: part for name, part in parts.items() if not _is_plain(part, values[name])}
+    parts = {
+        name: PartState(name, _Taken(values[name])) if isinstance(part, PartState) else part
+        for name, part in parts.items()
+        if not _is_plain(part, values[name])
+    }
     found = [
         ((name, *path), leaf)
         for name, value in values.items()
@@ -58,7 +64,7 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
                     stack.enter_context(part.names.unchanged())
             plan_parts(parts, targets)
             for name, part in parts.items():
-                if isinstance(part, OptimizerState):
+                if isinstance(part, OptimizerState) and isinstance(values[name].get(GROUPS), list):
                     part.check_groups(values[name])
                 elif isinstance(part, PartState | PlainValue):
                     _check_structure(stored.part(name), values[name])
@@ -73,6 +79,16 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
         faults.append(f"the program would have no place for {shortened(left_over)}")
     if faults:
         raise ConfigurationError(_refused("; ".join(faults[:5])))
+
+
+@dataclass
+class _Taken:
+    """A part whose state has been taken: to ask for it again may count, or move a loader."""
+
+    state: Any
+
+    def state_dict(self) -> Any:
+        return self.state
 
 
 def _leaves(part: Part | None, value: Any) -> Iterator[tuple[Path, Any]]:

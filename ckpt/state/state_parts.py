@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigurationError
@@ -16,11 +17,12 @@ from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
-from ckpt.state.per_rank import PerRank, marked
+from ckpt.state.per_rank import PerRank, by_units, marked
 from ckpt.state.random_state import RandomState
 from ckpt.state.stored import StoredPart
-from ckpt.state.structure import Structure, encode
+from ckpt.state.structure import Structure, encode, leaves, name_of
 from ckpt.state.targets import Targets
+from ckpt.torch_private import ShardedTensor
 
 OWN_KINDS = (ModelState, OptimizerState, PerRank, RandomState)
 
@@ -96,17 +98,19 @@ def values_to_save(
     described = Description()
     for name in sorted_names(state_dict):
         part = described.parts[name] = part_of(name, state_dict[name], {})
-        value = part.state_dict()
-        if per_rank:
-            value = marked(value, name, per_rank)
+        value = own = part.state_dict()
+        places: dict[Path, Any] = {}
+        if per_rank and part.kind != "per rank":
+            value = marked(own, name, per_rank, places)
+            _refuse_shards(part, places, name)
         values[name] = value
         described.kinds[name] = part.kind
         if isinstance(part, ModelState):
             described.buffers |= {f"{name}.{buffer}" for buffer in part.buffer_names()}
         if flattens:
-            found = part.structures(value, name)
+            found = part.structures(own, name)
             if found:
-                structures[name] = texts_of(found)
+                structures[name] = texts_of(found, places)
     if structures:
         if STRUCTURE in values:
             raise ConfigurationError(
@@ -116,11 +120,22 @@ def values_to_save(
     return values, described
 
 
-def texts_of(structures: Mapping[Path, Structure]) -> Any:
-    """Nest the texts of structures by what they are about, so that each parameter's is one of its own."""
+def _refuse_shards(part: Part, places: Mapping[Path, Any], name: str) -> None:
+    """Refuse patterns for sharded tensors of what takes them back in place: a rank's elements alone do not fit there."""
+    for place, value in {} if isinstance(part, PartState) else places.items():
+        for path, leaf in leaves(value, place):
+            if isinstance(leaf, DTensor | ShardedTensor):
+                raise ConfigurationError(
+                    f"{name_of((name, *path))!r} is sharded over ranks, and per_rank would save each rank's elements alone: "
+                    "leave it out of the patterns of per_rank"
+                )
+
+
+def texts_of(structures: Mapping[Path, Structure], places: Collection[Path] = ()) -> Any:
+    """Nest the texts of structures by what they are about, so that each parameter's, and each rank's, is one of its own."""
     nested: dict[str, Any] = {}
-    for unit, structure in structures.items():
-        text = encode({(*unit, *path): node for path, node in structure.items()})
+    for unit, structure in by_units(structures, places).items():
+        text = encode(structure)
         if not unit:
             return text
         at = nested

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ckpt.errors import FormatError
 from ckpt.format.fqns import STRUCTURE, Path, paths_of
-from ckpt.state.structure import Structure, decode
+from ckpt.state.structure import MAX_PATH, Structure, decode
 
 _INDEXED = 2
 
@@ -92,6 +92,8 @@ class StoredState:
         self._noted: dict[str, StoredPart] = {}
         for value in values:
             path = paths.get(value.name) or (value.name,)
+            if len(path) > MAX_PATH:
+                raise FormatError(f"{value.name!r:.200} is nested {len(path)} deep, more than {MAX_PATH}")
             self.names[value.name] = value
             if rename is not None and path[0] != STRUCTURE:
                 path = _renamed(path, rename)
@@ -132,15 +134,18 @@ class StoredState:
         own = self.parts.get(name) or self._noted.get(name)
         is_top = own is not None and "." not in name and name not in self._heads
         below = () if is_top else self._below.get(name, ())
-        if own is not None and (not below or () in own.values):
-            return own
-        found = StoredPart(name)
-        if own is not None:
-            found.values |= own.values
-            found.nodes |= own.nodes
+        if own is not None and (not below or own.values):
+            return own  # what is stored under flat names beside it is a part of its own
+        found = StoredPart(name, {}, {} if own is None else {**own.nodes})
+        seen: set[tuple[str, Path]] = set()
         for part, path, rest in below:
             found.values[rest] = part.values[path]
-            found.nodes |= part.structure(path[: len(path) - len(rest)]) if own is None else {}
+            is_flat = len(rest) > len(path)
+            at = rest[:1] if is_flat else path[: len(path) - len(rest)]
+            if own is None and (part.name, at) not in seen:
+                seen.add((part.name, at))
+                nodes = part.nodes if is_flat else part.structure(at)
+                found.nodes |= {(*at, *each): node for each, node in nodes.items()} if is_flat else nodes
         return found
 
     @functools.cached_property

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import operator
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,13 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.fqns import Path
+from ckpt.state.rank_keys import RANKS, ranks_named
 
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 100
+MAX_PATH = 128
+"""Keys of a path that is read: the deepest container that is saved, and the names above it."""
 _FACTORIES: Mapping[str, Callable[[], Any] | None] = {
     "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple, "": None,
 }  # fmt: skip
 _ABSENT = object()
+_NOT_TEXT = re.compile(
+    r"[-+]?\d[\d_.]*(e[-+]?\d+)?|[-+]?inf|nan|True|False|None|\(.*\)|b['\"].*|frozenset\(.*", re.DOTALL
+)
+"""Texts that read as a key of another type may: in a dict that has one of these, it is noted that all are texts."""
 
 
 def is_flattened(value: Any) -> bool:
@@ -66,6 +75,16 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from leaves(item, (*path, name))
 
 
+def empties(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """List the containers of a nested value that hold nothing, which DCP does not store, and where they are in it."""
+    if is_flattened(value):
+        if not value:
+            yield path, value
+        for name, item in children(value):
+            if not isinstance(item, torch.Tensor):
+                yield from empties(item, (*path, name))
+
+
 def name_of(path: Path) -> str:
     """Return the name under which DCP stores the value at a path."""
     return ".".join(map(str, path))
@@ -77,7 +96,8 @@ class Node:
 
     Attributes:
         kind: its type, `dict` and `list` apart; empty if that is lost neither.
-        keys: those that are no texts, by the text that stands for them; or `int` if all are numbers.
+        keys: those that are no texts, by the text that stands for them; or `int` if all are numbers. All others are
+            texts: of a container without a node, as in older checkpoints, the program's keys say what they are.
         length: of a list, or of a container that holds nothing.
         tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device; `*` stands for all.
     """
@@ -111,14 +131,22 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
     if len(path) > _MAX_DEPTH:
         raise ConfigurationError(f"{name!r} is nested more than {_MAX_DEPTH} deep")
     node = Node()
+    node.kind = _kind_of(value)
+    reads_otherwise = False
     if isinstance(value, Mapping):
-        node.kind = _kind_of(value)
         for key in value:
             if type(key) is not str:
                 node.keys[str(key)] = _encoded_key(key, name, path)
+            elif _NOT_TEXT.fullmatch(key):
+                reads_otherwise = True
         if len({str(key) for key in value}) < len(value):
             raise ConfigurationError(
                 f"{name_of((name, *path))!r} has keys that read alike, such as 1 and '1': use keys of one type"
+            )
+        if ranks_named(value):
+            raise ConfigurationError(
+                f"{name_of((name, *path))!r} has the keys of values that ckpt.per_rank saves, {RANKS!r} and a key for each "
+                "rank: use others"
             )
         if len(node.keys) == len(value):  # among others, a number and the text of one are told apart by name
             node.keys = _short(node.keys)
@@ -136,13 +164,13 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
     node.tensors = {member: kind for member, kind in node.tensors.items() if kind not in ("cpu", "meta")}
     if not isinstance(value, Mapping) and not any(True for _ in leaves(value)):
         node.length = len(value)
-    if node.is_needed():
+    if reads_otherwise or node.is_needed():
         found[path] = node
 
 
-def _kind_of(value: Mapping[Any, Any]) -> str:
+def _kind_of(value: Any) -> str:
     kind = type(value)
-    if kind is dict:
+    if kind in (dict, list):
         return ""
     if isinstance(value, defaultdict):
         factory = value.default_factory
@@ -178,7 +206,7 @@ def _encoded_key(key: Any, name: str, path: Path) -> Any:
 
 def decoded_key(encoded: Any, like: Callable[[str], Any] = lambda kind: None) -> Any:
     """Return the key that was written; an enum is looked up in the modules that are loaded, which imports nothing."""
-    kind, *rest = encoded
+    kind, *rest = encoded if isinstance(encoded, list) else ("no list",)
     if kind in ("NoneType", "bool"):
         return {"None": None, "True": True, "False": False}[rest[0]]
     if kind == "int":
@@ -191,7 +219,7 @@ def decoded_key(encoded: Any, like: Callable[[str], Any] = lambda kind: None) ->
         return base64.b64decode(rest[0])
     if kind in ("tuple", "frozenset"):
         return {"tuple": tuple, "frozenset": frozenset}[kind](decoded_key(item, like) for item in rest[0])
-    if kind == "enum":
+    if kind == "enum" and isinstance(rest[0], str):
         made = like(rest[0]) or _loaded_enum(rest[0])
         return made(decoded_key(rest[1], like))
     raise ValueError(f"a key of {kind!r:.50}")
@@ -201,7 +229,8 @@ def _loaded_enum(name: str) -> Any:
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
-        found = getattr(found, part, None)
+        # No `getattr`: a module, or a class of a class, may run code of its own for a name.
+        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
     if isinstance(found, type) and issubclass(found, Enum):
         return found
     raise ValueError(f"a key of the enum {name:.100}, which this program has not imported")
@@ -233,7 +262,7 @@ def decode(text: Any, name: str) -> Structure:
             raise ValueError("not a text, or too long")
         structure: Structure = {}
         for path, values in json.loads(text):
-            if len(path) > _MAX_DEPTH or not all(type(part) in (str, int) for part in path):
+            if len(path) > MAX_PATH or not all(type(part) in (str, int) for part in path):
                 raise ValueError("a path that is none")
             length = values.get("length")
             if length is not None and not (type(length) is int and 0 <= length <= 1 << 20):
@@ -241,10 +270,19 @@ def decode(text: Any, name: str) -> Structure:
             keys, tensors = values.get("keys", {}), values.get("tensors", {})
             if not (keys == "int" or isinstance(keys, dict)) or not isinstance(tensors, dict):
                 raise ValueError("keys that are none")
+            if keys != "int":
+                _check_keys(keys)
             structure[tuple(path)] = Node(str(values.get("kind", "")), keys, length, tensors)
         return structure
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise FormatError(f"the structure of {name!r} cannot be read: {error}") from None
+
+
+def _check_keys(keys: Mapping[str, Any]) -> None:
+    """Check keys before anything is loaded; that an enum is known, `build` finds out."""
+    made = {decoded_key(encoded, lambda name: lambda value: (name, value)) for encoded in keys.values()}
+    if len(made) < len(keys):
+        raise ValueError("two texts that stand for one key")
 
 
 def _short(keys: Mapping[str, Any]) -> Any:
@@ -273,7 +311,7 @@ def build(values: Mapping[Path, Any], structure: Structure, live: Any, name: str
         tree.at(path)
     try:
         return _built(tree, (), structure, live)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise FormatError(f"{name!r} cannot be built as it was saved: {error}") from None
 
 
@@ -301,19 +339,22 @@ def _built(tree: _Tree, path: Path, structure: Structure, live: Any) -> Any:
         return tree.value
     node = structure.get(path)
     is_list = bool(tree.members) and all(isinstance(part, int) for part in tree.members)
-    if is_list or (node is not None and node.length is not None and not node.kind and node.length > 0):
+    if is_list or (node is not None and node.length):
         length = max([*(int(part) + 1 for part in tree.members), 0 if node is None else node.length or 0])
         if length > 16 * len(tree.members) + 1024:
             raise ValueError(f"a list of {length} with {len(tree.members)} members")
         items = [tree.members.get(number) for number in range(length)]
-        return [
+        made_items = [
             {} if item is None else _built(item, (*path, number), structure, _member(live, number))
             for number, item in enumerate(items)
         ]
+        return _typed(made_items, node, live)
     live_keys = {str(key): key for key in live} if isinstance(live, Mapping) else {}
     made: dict[Any, Any] = {}
     for part, member in tree.members.items():
         key = _key(str(part), node, live_keys)
+        if key in made:
+            raise ValueError(f"two members of {name_of(path)!r} have the key {key!r:.100}")
         made[key] = _built(member, (*path, part), structure, live.get(key) if live_keys else None)
     return _typed(made, node, live)
 
@@ -337,12 +378,14 @@ def _member(live: Any, number: int) -> Any:
     return live[number] if isinstance(live, list | tuple) and number < len(live) else None
 
 
-def _typed(made: dict[Any, Any], node: Node | None, live: Any) -> Any:
-    """Return a dict as the type that it had."""
-    kind = "" if node is None else node.kind
-    if node is None and isinstance(live, dict) and type(live) is not dict:
-        kind = _kind_of(live)
+def _typed(made: Any, node: Node | None, live: Any) -> Any:
+    """Return a dict or a list as the type that it had."""
+    kind = _kind_of(live) if node is None and isinstance(live, dict | list) else node.kind if node else ""
     if not kind:
+        return made
+    if type(live) not in (OrderedDict, Counter) and isinstance(live, type(made)) and _kind_of(live) == kind:
+        return made_like(live, made)
+    if isinstance(made, list):
         return made
     if kind.startswith("defaultdict:"):
         text = kind.partition(":")[2]
@@ -353,6 +396,16 @@ def _typed(made: dict[Any, Any], node: Node | None, live: Any) -> Any:
         return OrderedDict(made)
     if kind == "Counter":
         return Counter(made)
-    if isinstance(live, dict) and _kind_of(live) == kind:
-        return type(live)(made)
     return made  # a class of the program's own, which has none of it here: its members as a dict
+
+
+def made_like(live: Any, members: Any) -> Any:
+    """Return a dict or list of the class of another one, with its attributes: a constructor may want more, or count."""
+    base: Any = next(each for each in (OrderedDict, defaultdict, dict, list) if isinstance(live, each))
+    made = base.__new__(type(live))
+    if hasattr(live, "__dict__"):
+        vars(made).update(vars(live))
+    if isinstance(live, defaultdict):
+        made.default_factory = live.default_factory
+    base.extend(made, members) if base is list else base.update(made, members)
+    return made

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,15 @@ from support.logs import warnings_of_ckpt
 from support.ranks import run_ranks
 from support.states import SAVABLE_DTYPES, random_tensor
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, AdamW
 
 import ckpt
 from ckpt.errors import CheckpointError, SaveFailed
 from ckpt.options import SaveOptions
 from ckpt.state import training_state
+from ckpt.state.rank_agreement import _merged
 from ckpt.state.rank_digests import RankDigests, digest
 
 
@@ -53,12 +59,12 @@ def test_digests_depend_on_values_alone() -> None:
     state = state_of_all_dtypes()
     one, other = digests_of(state), digests_of(spread(state))
     assert one.digests() == other.digests()
-    assert one.details({"value"}) == other.details({"value"})
+    assert one.details({("value", 0, 0)}) == other.details({("value", 0, 0)})
 
 
 def test_each_value_shows_in_the_digest_and_by_its_name() -> None:
     state = state_of_all_dtypes()
-    digests, names = digests_of(state).details({"value"})
+    digests, names = digests_of(state).details({("value", 0, 0)})
     for name, tensor in state["part"]["tensors"].items():
         if tensor.numel() == 0:
             continue
@@ -68,7 +74,7 @@ def test_each_value_shows_in_the_digest_and_by_its_name() -> None:
             element[:1] ^= 1
         found = digests_of(changed)
         assert found.digests() != digests_of(state).digests(), name
-        other, _ = found.details({"value"})
+        other, _ = found.details({("value", 0, 0)})
         assert [names[number] for number in digests if digests[number] != other[number]] == [
             (f"part.tensors.{name}", "value")
         ]
@@ -171,3 +177,94 @@ def test_a_model_that_cannot_be_planned_back_is_refused(tmp_path: Path) -> None:
             tmp_path / "step-1",
             options=SaveOptions(resume_check=True),
         )
+
+
+def test_objects_that_hold_sets_have_one_digest() -> None:
+    """Sets are written in another order in each process."""
+    code = (
+        "import sys, types; from ckpt.state.rank_digests import digest; m = types.ModuleType('m'); sys.modules['m'] = m\n"
+        "exec('class C: pass', m.__dict__); c = m.C(); c.seen = {'a', 'b', 'c', 'd'}; c.more = [frozenset('xyz'), {'k': {'e', 'f'}}]\n"
+        "print(digest(c), digest([c]))"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(3)
+    }
+    assert len(seen) == 1
+
+
+class _Ranks:
+    rank = 0
+
+
+def test_groups_of_very_many_ranks_are_united() -> None:
+    """In one look at each: with a list of all names for each rank 20,000 would take minutes."""
+    groups = [[{"lr": 0.1, "params": [f"e{rank}.{i}" for i in range(3)]}] for rank in range(5000)]
+    groups += [[{"lr": float(rank), "params": [f"own{rank}"]}] for rank in range(1, 5000)]
+    (common, *others) = _merged("optimizer", groups, "u", _Ranks())  # type: ignore[arg-type]
+    assert len(common["params"]) == 15_000
+    assert len(others) == 4999
+
+
+def test_ranks_on_meshes_of_their_own_send_no_list_of_digests(tmp_path: Path) -> None:
+    for rank, seen in enumerate(run_ranks(4, _meshes, str(tmp_path))):
+        assert seen == {"alike": 0, "names": 0, "tied": 1, "other": "refused"}, rank
+
+
+def _meshes(rank: int, root: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "fsdp"))
+    counts: list[int] = []
+
+    def details(self: RankDigests, *keys: Any) -> Any:
+        found = original(self, *keys)
+        counts.append(len(found[0]))
+        return found
+
+    original = RankDigests.details
+
+    def weight(value: float) -> DTensor:
+        return DTensor.from_local(torch.full((2, 3), value), mesh["fsdp"], [Shard(0)], run_check=False)
+
+    stage, seen = rank // 2, dict[str, Any]()
+    states = {
+        "alike": {"e": {"w": weight(1), "v": weight(2)}},
+        "names": {"e": {f"w{stage}.{number}": weight(stage) for number in range(9)}},
+        "tied": {"e": {f"w{stage}": weight(stage), "tied": weight(5)}},
+        "other": {"e": {f"w{stage}": weight(stage), "tied": weight(5 + stage)}},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankDigests, "details", details)
+        for name, state in states.items():
+            counts.clear()
+            try:
+                ckpt.save(state, f"{root}/{name}")
+                seen[name] = max(counts, default=0)
+            except CheckpointError as error:
+                seen[name] = "refused" if "'e.tied'" in str(error) else str(error)
+    return seen
+
+
+def test_groups_of_numbered_parameters_are_united(tmp_path: Path) -> None:
+    assert run_ranks(2, _numbered, str(tmp_path)) == [1, 2]
+
+
+def _numbered(rank: int, root: str) -> int:
+    """A rank has a group more; keys that are numbers have one note for all."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 1.0)
+        parameter.grad = torch.ones_like(parameter)
+    groups = [{"params": [*layer.parameters()], "more": {}} for layer in model][: rank + 1]
+    optimizer = AdamW(groups, lr=0.1)
+    optimizer.step()
+    ckpt.save({"optimizer": optimizer}, root)
+    again = AdamW(groups, lr=0.5)
+    ckpt.load({"optimizer": again}, root)
+    assert all(group["lr"] == 0.1 and group["more"] == {} for group in again.param_groups)
+    return len(again.state) // 2

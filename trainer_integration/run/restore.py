@@ -31,6 +31,7 @@ from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.state.load_planner import StateLoadPlanner
+from ckpt.state.per_rank import without_marks
 from ckpt.state.state_parts import values_of
 from ckpt.tools.certificate import Certificate, certificate
 from ckpt.trainer_integration.run.history import History
@@ -164,7 +165,7 @@ def restore(
                 saves.go_on_from(choice.step, choice.path, saved_at_s, is_durable=is_durable)
                 figures["load_s"] = time.monotonic() - began_s
                 saves.tell("restored", choice.step, shown, "", **figures, **read)
-                more: dict[str, Any] = {"state": state, "_planner": loaded}
+                more: dict[str, Any] = {"state": without_marks(state), "_planner": loaded}
                 return Restored(choice.step, shown, tuple(passed_over), loaded.missing, **more)
             if choice.near is None and ranks.from_first(lambda: search.is_gone(choice)):
                 continue
@@ -187,7 +188,7 @@ def restore(
     number, shown = step_of(os.fspath(initial)) or 0, place_of(initial)
     loaded = attempt(os.fspath(initial))
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
-    more = {"state": state, "_planner": loaded, "is_initial": True}
+    more = {"state": without_marks(state), "_planner": loaded, "is_initial": True}
     return Restored(number, shown, tuple(passed_over), loaded.missing, **more)
 
 
