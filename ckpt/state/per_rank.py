@@ -87,12 +87,12 @@ class PerRank:
             targets.missing.append(part.name)
             return
         targets.asked.update(value.name for value in part.values.values())  # other ranks ask for the rest
-        if targets.is_dry:
-            return
-        if saved != size and not self._can_merge():
-            targets.faults.append(self._no_merge(saved, size))
-            return
-        live = dict(leaves(local_values(self._own_state())))
+        if saved != size:
+            targets.unchecked.update(value.name for value in part.values.values())
+            if not self._can_merge():
+                targets.faults.append(self._no_merge(saved, size))
+                return
+        live = {} if targets.is_dry else dict(leaves(local_values(self._own_state())))
         for other in [rank] if saved == size else range(saved):
             own = part.below((rank_key(other),))
             self._asked[other] = own
@@ -115,8 +115,8 @@ class PerRank:
 
     def live(self) -> dict[str, Any]:
         """Return this rank's own by stored names; nothing if a merge made it."""
-        rank, _ = rank_and_world_size()
-        if self._asked.keys() != {rank}:
+        rank, size = rank_and_world_size()
+        if self._asked.keys() != {rank} or ranks_of(self._stored, ()) != size:
             return {}
         own = dict(leaves(local_values(self._own_state())))
         return {value.name: own.get(path) for path, value in self._asked[rank].items()}
@@ -224,6 +224,8 @@ def own_part(part: StoredPart, targets: Targets) -> StoredPart:
             chosen.values[path] = value
             continue
         targets.asked.add(value.name)
+        if own[top] != size:
+            targets.unchecked.add(value.name)
         if len(path) > len(top) and path[len(top)] == rank_key(rank):
             chosen.values[top + path[len(top) + 1 :]] = value
     for path, node in part.nodes.items():
