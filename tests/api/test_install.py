@@ -378,7 +378,7 @@ def _own_parts(rank: int, root: str) -> None:
     ckpt.install()
     calls: tuple[Any, ...] = (dcp.save, dcp.async_save)
     for call in calls:
-        with pytest.raises(SaveFailed, match="other values of 'loader.position'"):
+        with pytest.raises(SaveFailed, match=r"other values of 'loader\.position'"):
             call({"loader": Position(rank)}, checkpoint_id=f"{root}/a")
         with pytest.raises(SaveFailed, match="rank 1: ValueError: no position"):
             call({"loader": Position(0, fails=rank == 1)}, checkpoint_id=f"{root}/a")
