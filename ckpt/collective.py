@@ -85,39 +85,56 @@ def prepare_save(
     `described`: the state is resolved already, and this is what its values are.
     """
 
-    def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
+    def make() -> CheckpointWriter:
         check_arguments(state_dict, url, planner)
         if options is not None:
             check_options("options", options, SaveOptions)
         writer = make_writer()
         writer.use(ranks.progress)
-        values = dict(state_dict)
-        if described is None:
-            flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
-            per_rank = () if options is None else options.per_rank
-            values, writer.described = values_to_save(state_dict, per_rank, flattens=flattens)
-            if options is not None and options.resume_check and flattens:
-                check_resumable(writer.described.parts, values)
+        return writer
+
+    def finish() -> dict[str, Any]:
+        if is_checked:
+            assert writer.described is not None  # it is resolved by now
+            check_resumable(writer.described.parts, values)
+        if writer.described is not None:
             writer.described.parts.clear()  # a copy that is saved later must not keep the models
-        else:
-            writer.described = described
         if isinstance(writer, ModelWriter):
             writer.take({key: values[key] for key in state_dict}, ranks)
         waits = isinstance(writer, ReferringWriter) and writer.wants_base
-        return writer, stager.stage(values) if copy and not waits else values
+        return stager.stage(values) if copy and not waits else values
 
     place = place_of(url)
     call = f"save of {last_segment(place)}{with_base(base)}"
     with same_failure(SaveFailed, place, ranks), ExitStack() as stack:
-        writer, values = ranks.together(call, prepare)
+        # Each step on all ranks before the next: where FSDP1 shards a model, they talk to each other in it.
+        writer = ranks.together(call, make)
+        stack.callback(writer.close)
+        flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
+        is_checked = described is None and options is not None and options.resume_check and flattens
+        if described is None:
+            per_rank = () if options is None else options.per_rank
+            values, writer.described = ranks.together(
+                call, lambda: values_to_save(state_dict, per_rank, flattens=flattens)
+            )
+        else:
+            values, writer.described = dict(state_dict), described
+        values = ranks.together(call, finish)
         if isinstance(writer, ReferringWriter) and writer.wants_base:
             referring = writer
-            stack.callback(referring.close)
             referring.open_base(ranks)
             if copy:
                 values = ranks.together(call, lambda: stager.stage_but(values, referring.unstaged(values)))
-            stack.pop_all()
+        stack.pop_all()
         return writer, values
+
+
+def agreed_values(state_dict: Mapping[str, Any], place: str, ranks: Ranks) -> dict[str, Any]:
+    """Resolve a state that DCP is going to save, and compare what one rank's stands for. Fails on all ranks alike."""
+    with same_failure(SaveFailed, place, ranks):
+        call = f"save of {last_segment(place)}"
+        values, described = ranks.together(call, lambda: values_to_save(state_dict))
+        return agree_on_values(values, described, ranks, place)
 
 
 def save_values(
@@ -241,11 +258,11 @@ def load_by(
             except CheckpointException as error:
                 raise load_error(error, place) from cause_of(error)
 
-        def take() -> None:
-            with _named_by_rank():
-                put_back(state_dict, values) if by_parts is None else by_parts.put_back()
-
-        ranks.together(call, take)
+        if by_parts is None:
+            ranks.together(call, _named_by_rank()(lambda: put_back(state_dict, values)))
+        else:  # what one rank refuses is given to the parts on no rank: in these ranks may talk to each other
+            ranks.together(call, _named_by_rank()(by_parts.copy_casts))
+            ranks.together(call, _named_by_rank()(by_parts.put_back))
     return reader
 
 

@@ -24,14 +24,12 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import options_dict
-from ckpt.collective import load_by
+from ckpt.collective import agreed_values, load_by, place_of
 from ckpt.dcp_storage import DcpStorage
 from ckpt.format.fqns import STRUCTURE
-from ckpt.options import LoadOptions
 from ckpt.ranks.group import Ranks
 from ckpt.reading.reader import CheckpointReader, check_trusted
 from ckpt.state.load_planner import StateLoadPlanner
-from ckpt.state.state_parts import values_to_save
 from ckpt.torch_private import (
     CALL_MODULES,
     DEFAULT_STAGER,
@@ -92,10 +90,11 @@ def install(
     for module in STORAGE_SETUP_MODULES:
         setattr(module, STORAGE_SETUP, functools.partial(_choose, _settings))
     setattr(STAGER_MODULE, DEFAULT_STAGER, InstalledStager)
-    for name, make in (("save", _saving), ("async_save", _saving), ("load", _loading)):
+    for name, stock_call in _stock_calls.items():
+        call = _loading(_settings, stock_call) if name == "load" else _saving(stock_call)
         for module in CALL_MODULES:
             if hasattr(module, name):
-                setattr(module, name, make(_settings, _stock_calls[name]))
+                setattr(module, name, call)
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(functools.partial(_execute_save, _settings)))
     for stock in (FileSystemWriter, FileSystemReader, *fsspec_storage()):
         if stock not in _stock_kinds:
@@ -208,23 +207,28 @@ def _choose(settings: _Settings, storage: Any, checkpoint_id: Any, reader: bool 
     return _stock_choice(storage, checkpoint_id, reader)
 
 
-def _saving(settings: _Settings, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Make what `dcp.save` and `dcp.async_save` are meanwhile: parts are saved with the structure that they have."""
 
     @functools.wraps(stock)
     def save(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not args
-            and kwargs.get("planner") is None
-            and _has_parts(state_dict)
-            and STRUCTURE not in state_dict
-        ):
-            writer = kwargs.get("storage_writer")
-            if isinstance(writer, DcpStorage) or (writer is None and kwargs.get("checkpoint_id")):
-                state_dict, _ = values_to_save(state_dict)
+        writer, place = kwargs.get("storage_writer"), kwargs.get("checkpoint_id")
+        if isinstance(writer, DcpStorage):
+            place = place or writer.checkpoint_id
+        elif writer is not None:
+            place = None
+        is_plain = not args and kwargs.get("planner") is None
+        if is_plain and place and _has_parts(state_dict) and STRUCTURE not in state_dict:
+            with closing(_ranks(kwargs)) as ranks:
+                state_dict = agreed_values(state_dict, place_of(place), ranks)
         return stock(state_dict, *args, **kwargs)
 
     return save
+
+
+def _ranks(kwargs: Mapping[str, Any]) -> Ranks:
+    """Return the ranks of a call of DCP."""
+    return Ranks(kwargs.get("process_group"), no_dist=kwargs.get("no_dist", False))
 
 
 def _loading(settings: _Settings, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,9 +245,8 @@ def _loading(settings: _Settings, stock: Callable[..., Any]) -> Callable[..., An
             return stock(state_dict, *args, **kwargs)
         if place:
             reader.reset(place)
-        planner = StateLoadPlanner(LoadOptions(), takes_any_plain=True)
-        ranks = Ranks(kwargs.get("process_group"), no_dist=kwargs.get("no_dist", False))
-        with closing(ranks):
+        planner = StateLoadPlanner(as_dcp=True)
+        with closing(_ranks(kwargs)) as ranks:
             load_by(state_dict, reader.checkpoint_id, planner, lambda _: reader, ranks)
         return None
 

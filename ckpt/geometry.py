@@ -221,7 +221,7 @@ def with_chunks_of(tensor: torch.Tensor, made: torch.Tensor) -> None:
             raise CheckpointError(
                 f"a chunk at {offset} that a parameter gives by its hooks is not in its memory"
             )
-        shards[offset] = Shard(memory, place)
+        shards[offset] = Shard(memory.detach(), place)  # not the tensor itself, which is going to hold them
     items = tuple(
         dataclasses.replace(
             item,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,20 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.optim import Optimizer
 
 from ckpt.errors import LoadFailed
 from ckpt.load_plans.local import local_plan
 from ckpt.options import LoadOptions
 from ckpt.state.model_state import ModelState
-from ckpt.state.parts import PlainValue
-from ckpt.state.per_rank import PerRank, own_part
+from ckpt.state.optimizer_state import OptimizerState
+from ckpt.state.per_rank import PerRank, own_part, rank_and_world_size
 from ckpt.state.random_state import RandomState
-from ckpt.state.state_parts import Part, part_of, sorted_names
-from ckpt.state.stored import StoredState, rename_by
+from ckpt.state.state_parts import Part, each_part, model_of, part_of, sorted_names
+from ckpt.state.stored import StoredPart, StoredState, rename_by
 from ckpt.state.targets import Region, Targets, shortened
 from ckpt.torch_private import ShardedTensor, flatten_sharded_tensors
+from ckpt.words import printable
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         options: of the load.
         restores: the program's own run is restored: parts that are not asked for are named as a warning.
         records: digests of all that is delivered are kept in `delivered`, for a certificate.
-        takes_any_plain: as for DCP, a plain dict of the caller's need not have all that the checkpoint has of it.
+        as_dcp: the load is a call of `dcp.load`, which has no options: what the program has no place for is left out.
     """
 
     fills_all = True  # `ckpt.reading.coverage` checks it
@@ -51,11 +54,11 @@ class StateLoadPlanner(DefaultLoadPlanner):
         *,
         restores: bool = False,
         records: bool = False,
-        takes_any_plain: bool = False,
+        as_dcp: bool = False,
     ) -> None:
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
         self.options = options or LoadOptions()
-        self._restores, self._takes_any_plain = restores, takes_any_plain
+        self._restores, self._as_dcp = restores, as_dcp
         self.records = records
         self._parts: dict[str, Part] = {}
         self._targets: Targets | None = None
@@ -75,48 +78,62 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
         Raises LoadFailed, which names all of them, for names and shapes that do not fit.
         """
-        stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
-        self._targets = targets = Targets(self.options, stored)
-        self._plan(state_dict, targets)
-        self._judge(targets)
-        return targets.values
+        if any(part.is_meta for part in _parts_of(state_dict).values() if isinstance(part, ModelState)):
+            self.plan_dry(state_dict, metadata, texts)  # a model that is refused stays on the meta device
+            self._judge()
+        self._plan(state_dict, metadata, texts)
+        self._judge()
+        for note in self.targets.notes:
+            _logger.info("%s", note)
+        if self.missing:
+            _logger.warning("the checkpoint lacks %s", shortened(self.missing))
+        return self.targets.values
 
     def plan_dry(self, state_dict: dict[str, Any], metadata: Metadata, texts: Mapping[str, Any]) -> None:
         """Compare names alone: nothing is going to be loaded."""
-        stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
-        self._targets = Targets(self.options, stored, is_dry=True)
-        self._plan(state_dict, self._targets)
+        self._plan(state_dict, metadata, texts, is_dry=True)
 
-    def _plan(self, state_dict: dict[str, Any], targets: Targets) -> None:
-        self._parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
+    def _plan(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata,
+        texts: Mapping[str, Any],
+        *,
+        is_dry: bool = False,
+    ) -> None:
+        self.metadata = metadata
+        stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
+        self._targets = targets = Targets(self.options, stored, is_dry=is_dry)
+        self._parts = _parts_of(state_dict, stored)
         plan_parts(self._parts, targets)
-        if self._takes_any_plain:
-            plain = [name for name, part in self._parts.items() if isinstance(part, PlainValue)]
-            targets.asked |= {
-                each.name for name in plain for each in targets.stored.part(name).values.values()
-            }
         targets.settle_missing()
         self.missing = tuple(targets.missing)
 
-    def _judge(self, targets: Targets) -> None:
-        if targets.faults:
-            more = f"; and {len(targets.faults) - 5} more" if len(targets.faults) > 5 else ""
-            raise LoadFailed("; ".join(targets.faults[:5]) + more)
-        if targets.missing:
-            text = f"the checkpoint lacks {shortened(targets.missing)}"
-            if self.options.strict is not False:
-                raise LoadFailed(
-                    f"{text}{_advice(targets.missing, targets.stored)}; strict=False loads the rest"
-                )
-            _logger.warning("%s", text)
-        for note in targets.notes:
-            _logger.info("%s", note)
+    def _judge(self) -> None:
+        """Refuse what this rank finds. Left-over names alone are for all ranks to judge, as soon as all have planned."""
+        faults = self.targets.faults
+        if faults:
+            more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+            raise LoadFailed("; ".join(faults[:5]) + more)
+        _, size = rank_and_world_size()
+        if self.missing or (self.targets.is_dry and size == 1):
+            left_over = self._holding({*self._below()} - self.targets.asked)
+            self._refuse(left_over, "the program" if size == 1 else "this rank")
 
-    def not_asked(self) -> tuple[str, ...]:
-        """Return the stored names that have no place in the program, of parts that it does not ask for too."""
-        parts = [part for name, part in self.targets.stored.parts.items() if name != "rng"]
-        names = {value.name for part in parts for value in part.values.values()}
-        return tuple(sorted(names - self.targets.asked))
+    def _refuse(self, left_over: Sequence[str], who: str = "the program") -> None:
+        """Raise LoadFailed for names that only one side has, if the options want all."""
+        left_over = () if self._as_dcp else left_over
+        if self.options.strict is False or not (self.missing or left_over):
+            return
+        texts = [f"the checkpoint lacks {shortened(self.missing)}"] if self.missing else []
+        if left_over:
+            texts.append(f"{who} has no place for {shortened(left_over)}, which the checkpoint has")
+        text = "; ".join(texts)
+        if not self._as_dcp:
+            others = self.targets.stored.names.keys() - self.targets.asked
+            text += _advice(self.missing, others)
+            text += f"; strict=False {'loads the rest' if self.missing else 'leaves them out'}"
+        raise LoadFailed(text)
 
     def live(self) -> dict[str, Any]:
         """Return the program's values by their stored names, as they are now."""
@@ -125,13 +142,19 @@ class StateLoadPlanner(DefaultLoadPlanner):
             found |= part.live()
         return found
 
+    def copy_casts(self) -> None:
+        """Check and copy what was loaded in another dtype or shape than the program has."""
+        for name, live in self.targets.in_program.items():
+            self.state_dict[name] = self.targets.values[name] = live  # not the buffer, which the copy frees
+        while self.targets.after:
+            self.targets.after.pop(0)()
+
     def put_back(self) -> None:
-        """Give the loaded values to the parts."""
-        for then in self.targets.after:
-            then()
-        values = self.targets.values | self.state_dict | self.targets.in_program
-        for part in self._parts.values():
-            part.take(values)
+        """Give the loaded values to the parts, and keep none of them."""
+        values = self.targets.values | self.state_dict
+        each_part({name: partial(part.take, values) for name, part in self._parts.items()})
+        self.targets.forget_values()
+        self.state_dict, self.original_state_dict = {}, {}
 
     # -- what DCP calls ------------------------------------------------------------------------------------
 
@@ -169,8 +192,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         asked = {item.dest_index.fqn for plan in global_plan for item in plan.items} | self.targets.asked
         parts = self.targets.stored.parts.values()
         own = [{value.name for value in part.values.values()} for part in parts]
-        below = itertools.chain(self._below(), *(names for names in own if names & asked))
-        self._judge_left_over({*below} - asked)
+        self._judge_left_over({*self._below()}.union(*(names for names in own if names & asked)), asked)
         return super().create_global_plan(global_plan)
 
     def bits_asked(self) -> tuple[int, ...]:
@@ -181,10 +203,9 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
     def judge_all(self, bits: Sequence[int]) -> None:
         """Name what no rank asks for: each stage of a pipeline asks for its own part."""
-        asked, below = bits
         names = self._stored()
-        if left_over := below & ~asked:
-            self._judge_left_over(itertools.compress(names, _flags(left_over, len(names))))
+        asked, below = ({*itertools.compress(names, _flags(each, len(names)))} for each in bits)
+        self._judge_left_over(below, asked)
         if self.is_coordinator:
             self._name_others()
 
@@ -193,19 +214,20 @@ class StateLoadPlanner(DefaultLoadPlanner):
         stored = self.targets.stored
         return [value.name for name in self._parts for value in stored.part(name).values.values()]
 
-    def _judge_left_over(self, names: Iterable[str]) -> None:
+    def _judge_left_over(self, below: set[str], asked: set[str]) -> None:
+        others = (part for name, part in self.targets.stored.parts.items() if name != "rng")
+        every = {value.name for part in others for value in part.values.values()}
+        self.left_over = tuple(sorted(every - asked))
+        left_over = self._holding(below - asked)
+        self._refuse(left_over)
+        if left_over and self.is_coordinator:
+            text = shortened(left_over)
+            _logger.warning("the program has no place for %s, which the checkpoint has", text)
+
+    def _holding(self, names: Iterable[str]) -> list[str]:
+        """Sort names of which there is anything to read: a tensor without elements is never asked for."""
         stored = self._stored()
-        left_over = sorted(name for name in names if _holds(stored[name]))
-        if not left_over:
-            return
-        self.left_over = tuple(left_over)
-        text = f"the program has no place for {shortened(left_over)}, which the checkpoint has"
-        if self.options.strict is not False:
-            raise LoadFailed(
-                f"{text}{_advice_for_left(left_over, self.targets)}; strict=False leaves them out"
-            )
-        if self.is_coordinator:
-            _logger.warning("%s", text)
+        return sorted(name for name in names if _holds(stored[name]))
 
     def _name_others(self) -> None:
         others = sorted(
@@ -218,7 +240,8 @@ class StateLoadPlanner(DefaultLoadPlanner):
         if not others:
             return
         level = logging.WARNING if self._restores else logging.INFO
-        shown = ", ".join(others[:10]) + (f" and {len(others) - 10} more" if len(others) > 10 else "")
+        shown = ", ".join(map(printable, others[:10]))
+        shown += f" and {len(others) - 10} more" if len(others) > 10 else ""
         _logger.log(level, "the checkpoint has more, which is not asked for: %s", shown)
 
     def _stored(self) -> dict[str, STORAGE_TYPES]:
@@ -228,37 +251,62 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
 def plan_parts(parts: Mapping[str, Part], targets: Targets) -> None:
     """Ask for all parts: models first, whose parameters say how the rest is sharded."""
-    order = sorted(parts, key=lambda name: not isinstance(parts[name], ModelState))
-    for name in order:
-        part, stored = parts[name], targets.stored.part(name)
+
+    def plan(name: str, part: Part) -> None:
+        stored = targets.stored.part(name)
         if not isinstance(part, PerRank | RandomState):
             stored = own_part(stored, targets)
         part.plan(stored, targets)
         if isinstance(part, ModelState):
             targets.likes.update(part.parameters())
 
+    order = sorted(parts, key=lambda name: not isinstance(parts[name], ModelState))
+    each_part({name: partial(plan, name, parts[name]) for name in order})
 
-def _advice(missing: Collection[str], stored: StoredState) -> str:
-    """Suggest the prefix under which the checkpoint has what is missing."""
+
+def _parts_of(state_dict: dict[str, Any], stored: StoredState | None = None) -> dict[str, Part]:
+    """Take a state dict apart. An optimizer whose stored state is by name has a model of the same state dict, if one fits."""
+    parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
+    if stored is not None:
+        for name, value in state_dict.items():
+            if isinstance(value, Optimizer) and not _is_numbered(stored.part(name)):
+                parts[name] = OptimizerState(model_of(value, parts), value)
+    return parts
+
+
+def _is_numbered(part: StoredPart) -> bool:
+    """Tell whether a state of an optimizer is by the numbers of its parameters."""
+    keys = {path[1] for path in part.values if path[:1] in (("state",), ("extra",)) and len(path) > 1}
+    return bool(keys) and all(str(key).isdecimal() for key in keys)
+
+
+def _advice(missing: Sequence[str], others: Collection[str]) -> str:
+    """Suggest the prefix under which the checkpoint has what is missing; `others` are the names that are not asked for."""
+    if not missing:
+        return ""
     first = min(missing, key=len)
-    for begin in range(first.count(".") + 1):
-        tail = first.split(".", begin)[-1]
-        if "." not in tail and "." in first:
-            break  # a last key alone, such as `weight`, is that of many
-        for name in stored.names:
-            if name != first and (name == tail or name.endswith(f".{tail}")):
-                old, new = name[: -len(tail)], first[: -len(tail)]
-                return f"; the checkpoint has {name!r}: LoadOptions(rename={{{old!r}: {new!r}}}) may be meant"
+    seen = set[tuple[str, str]]()
+    for name in sorted(others, key=lambda other: (-_common_keys(first, other), other)):
+        common = _common_keys(first, name)
+        if not common:
+            break
+        tail = ".".join(first.split(".")[-common:])
+        old, new = name.removesuffix(tail), first.removesuffix(tail)
+        if (old, new) in seen:
+            continue
+        seen.add((old, new))
+        below = [own for own in missing if own.startswith(new)]
+        # A last key alone, such as `weight`, is that of many.
+        is_clear = common > 1 or len(below) > 1 or "." not in first
+        if is_clear and all(old + own.removeprefix(new) in others for own in below):
+            return f"; the checkpoint has {name!r}: LoadOptions(rename={{{old!r}: {new!r}}}) may be meant"
     return ""
 
 
-def _advice_for_left(left_over: Sequence[str], targets: Targets) -> str:
-    for name in left_over:
-        tail = name.partition(".")[2]
-        for own in targets.missing:
-            if tail and own.endswith(f".{tail.rpartition('.')[2]}"):
-                return f"; the program has {own!r}: LoadOptions(rename=...) gives names of the program"
-    return ""
+def _common_keys(some: str, other: str) -> int:
+    """Count the keys, from the last one on, that two names have in common."""
+    pairs = zip(reversed(some.split(".")), reversed(other.split(".")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _bits(flags: Iterable[bool]) -> int:

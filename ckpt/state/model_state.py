@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -16,12 +18,15 @@ from ckpt.format.fqns import Path
 from ckpt.state.canonical_names import TensorNames, first_names, without_wrappers
 from ckpt.state.flat_parameters import is_wrapped, sharded_states, shards
 from ckpt.state.stored import StoredPart, StoredValue
-from ckpt.state.structure import Structure, build, is_flattened, leaves, structure_of
+from ckpt.state.structure import Structure, build, is_flattened, leaves, name_of, structure_of
 from ckpt.state.targets import Targets, shortened
 
 _logger = logging.getLogger(__name__)
 
 _EXTRA_STATE = "_extra_state"
+
+_Nested = tuple[str, dict[Path, StoredValue]]
+"""The name of an extra state, and what is stored of it."""
 
 
 class ModelState:
@@ -48,7 +53,7 @@ class ModelState:
         self.names = TensorNames(self._models)
         self._frozen = frozen
         self._live: list[dict[str, Any]] = []
-        self._loaded: dict[tuple[int, str], Any] = {}
+        self._loaded: dict[tuple[int, str], StoredValue | _Nested | None] = {}
         self._part = StoredPart("")
         self._grown: set[str] = set()
 
@@ -70,6 +75,11 @@ class ModelState:
     def fsdp_models(self) -> list[nn.Module]:
         """The models that FSDP1 has wrapped."""
         return [model for model in self._models if is_wrapped(model)]
+
+    @property
+    def is_meta(self) -> bool:
+        """Tell whether some of the model is on the meta device."""
+        return any(_is_meta(model) for model in self._models)
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -103,7 +113,8 @@ class ModelState:
     def plan(self, part: StoredPart, targets: Targets) -> None:
         """Ask for all that is stored of the model, into the memory that it has."""
         if not targets.is_dry:
-            _materialise(self._models, targets)
+            for model in filter(_is_meta, self._models):
+                _materialise(model, targets)
         self._live, self._loaded = self._raw_states(), {}
         stored = {str(path[0]): value for path, value in part.values.items() if len(path) == 1}
         nested: dict[str, dict[Path, StoredValue]] = {}
@@ -146,7 +157,7 @@ class ModelState:
             )
             targets.as_stored(value, device=live.device)
         elif value.name in targets.values:  # one memory under two names
-            self._loaded[key] = live
+            self._loaded[key] = None
         else:
             targets.in_place(value, live)
 
@@ -163,30 +174,32 @@ class ModelState:
         """Give the loaded values to the model: extra states, hooks and loaders of its own get theirs."""
         for number, model in enumerate(self._models):
             state: dict[str, Any] = {}
-            for key in self._live[number]:
+            for key, live in self._live[number].items():
                 loaded = self._loaded.get((number, key))
                 if isinstance(loaded, StoredValue):
                     state[key] = values[loaded.name]
-                elif isinstance(loaded, tuple):
+                elif loaded is not None:
                     name, parts = loaded
                     leaves = {path: values[value.name] for path, value in parts.items()}
                     state[key] = build(leaves, self._part.structure((name,)), None, name)
-                elif loaded is not None:
-                    state[key] = loaded
+                elif (number, key) in self._loaded:
+                    state[key] = live
             self._give(model, state, self._live[number])
         self._live = []
 
     def live(self) -> dict[str, Any]:
-        """Return the model's values by the stored names of the last plan."""
+        """Return the model's values by the stored names of the last plan, and what that lacked by those of a save."""
         found: dict[str, Any] = {}
-        for number, raw in enumerate(self._raw_states()):
-            for key, value in raw.items():
+        for number, (model, raw) in enumerate(zip(self._models, self._raw_states(), strict=True)):
+            for key, name, value in self._keyed(model, raw):
                 loaded = self._loaded.get((number, key))
                 if isinstance(loaded, StoredValue):
                     found[loaded.name] = value
-                elif isinstance(loaded, tuple):
-                    own = dict(leaves(value))
-                    found |= {each.name: own.get(path) for path, each in loaded[1].items()}
+                elif (number, key) not in self._loaded or loaded is not None:
+                    stored = loaded[1] if loaded is not None else {}
+                    own = dict(leaves(value, (name,)))
+                    found |= {each.name: own.pop((name, *path), None) for path, each in stored.items()}
+                    found |= {name_of((self._part.name, *path)): each for path, each in own.items()}
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -275,31 +288,36 @@ def _plan_nested(values: Mapping[Path, StoredValue], targets: Targets) -> None:
             targets.as_stored(value)
 
 
-def _materialise(models: Sequence[nn.Module], targets: Targets) -> None:
-    """Give memory to what is on the meta device."""
-    for model in models:
-        if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-            continue
-        unsaved = [
-            name
-            for prefix, module in model.named_modules()
-            for name in (f"{prefix}.{each}".lstrip(".") for each in module._non_persistent_buffers_set)
-            if (buffer := _buffer(model, name)) is not None and buffer.is_meta
-        ]
-        if unsaved:
-            raise LoadFailed(
-                f"the model is on the meta device, and no checkpoint holds its buffers that are not saved: "
-                f"{shortened(unsaved)}; call to_empty() and initialise them before the restore"
-            )
-        devices = {t.device for t in model.parameters() if not t.is_meta}
-        device = next(iter(devices), None) or _device_for(model)
-        before = [*model.parameters()]
-        whole: Any = model
-        whole._apply(partial(_with_memory, device))
-        for old, new in zip(before, model.parameters(), strict=True):
+def _is_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
+
+
+def _materialise(model: nn.Module, targets: Targets) -> None:
+    """Give memory to what is on the meta device. Tied parameters stay tied."""
+    unsaved = [
+        name
+        for prefix, module in model.named_modules()
+        for name in (f"{prefix}.{each}".lstrip(".") for each in module._non_persistent_buffers_set)
+        if (buffer := _buffer(model, name)) is not None and buffer.is_meta
+    ]
+    if unsaved:
+        raise LoadFailed(
+            f"the model is on the meta device, and no checkpoint holds its buffers that are not saved: "
+            f"{shortened(unsaved)}; call to_empty() and initialise them before the restore"
+        )
+    devices = {t.device for t in model.parameters() if not t.is_meta}
+    device = next(iter(devices), None) or _device_for(model)
+    before = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    whole: Any = model
+    whole._apply(functools.cache(partial(_with_memory, device)))
+    made: dict[int, nn.Parameter] = {}
+    for module, name, old in before:
+        if old is not None:
+            own: Any = module._parameters[name]
+            new = made.setdefault(id(old), own)
+            module._parameters[name] = new  # torch makes one for each of its names
             new.requires_grad_(old.requires_grad)
-            if new is not old:
-                targets.replaced[id(old)] = new
+    targets.replaced.update((number, new) for number, new in made.items() if id(new) != number)
 
 
 def _device_for(model: nn.Module) -> torch.device:

@@ -118,8 +118,7 @@ class _PartValues:
 
     def live(self, value: Any) -> dict[str, Any]:
         """Return the members of a value by their stored names."""
-        own = dict(leaves(value))
-        return {stored.name: own.get(path) for path, stored in self._asked.items()}
+        return _live(value, self._asked, self._name)
 
     @property
     def is_asked(self) -> bool:
@@ -127,7 +126,15 @@ class _PartValues:
 
     def built(self, values: Mapping[str, Any]) -> Any:
         found = {path: values[value.name] for path, value in self._asked.items()}
-        return build(found, self._structure, self._live, self._name)
+        live, self._live = self._live, None  # what it had is not kept
+        return build(found, self._structure, live, self._name)
+
+
+def _live(value: Any, asked: Mapping[Path, StoredValue], name: str) -> dict[str, Any]:
+    """Return the members of a value by their stored names, and those that are not stored by the names of a save."""
+    own = dict(leaves(value))
+    found = {stored.name: own.pop(path, None) for path, stored in asked.items()}
+    return found | {name_of((name, *path)): member for path, member in own.items()}
 
 
 def _kind_of_values(name: str) -> str:
@@ -242,8 +249,7 @@ class PlainValue:
         return isinstance(value, Mapping) and any(isinstance(item, torch.Tensor) for item in value.values())
 
     def live(self) -> dict[str, Any]:
-        own = dict(leaves(self._holder.get(self._name, self._live)))
-        return {stored.name: own.get(path) for path, stored in self._asked.items()}
+        return _live(self._holder.get(self._name, self._live), self._asked, self._name)
 
     def load_state_dict(self, state: Any) -> None:
         self._holder[self._name] = state
@@ -252,7 +258,7 @@ class PlainValue:
         found = {path: values[value.name] for path, value in self._asked.items()}
         if not found and not self._structure:
             return
-        self._holder[self._name] = filled(self._live, self._built(found))
+        self._live = self._holder[self._name] = filled(self._live, self._built(found))
 
     def _built(self, found: Mapping[Path, Any]) -> Any:
         """Return the value with what was loaded, and with what only the program has."""

@@ -99,6 +99,7 @@ class PerRank:
             if not self._is_merged and rank in by_rank:
                 by_rank = {rank: by_rank[rank]}
             elif targets.is_dry:
+                targets.unchecked.update(value.name for value in part.values.values())
                 return
             elif fault := _lacking(part.name, by_rank):
                 targets.faults.append(fault)
@@ -106,6 +107,8 @@ class PerRank:
             elif self._merge is None:
                 targets.faults.append(self._no_merge(self._saved, size))
                 return
+            else:
+                targets.unchecked.update(value.name for value in part.values.values())
         self._asked = by_rank
         live = {} if targets.is_dry or self._is_merged else dict(leaves(local_values(self._own_state())))
         for own in by_rank.values():
@@ -286,6 +289,8 @@ def own_part(part: StoredPart, targets: Targets) -> StoredPart:
             chosen.values[path] = value
             continue
         targets.asked.add(value.name)
+        if len(places[path[:at]]) != size:
+            targets.unchecked.add(value.name)
         if rank_of(path[at]) == rank:
             chosen.values[path[:at] + path[at + 1 :]] = value
     for path, node in part.nodes.items():

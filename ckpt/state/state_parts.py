@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +97,8 @@ def values_to_save(
     values: dict[str, Any] = {}
     structures: dict[str, Any] = {}
     described = Description()
-    for name in sorted_names(state_dict):
+
+    def resolve(name: str) -> None:
         part = described.parts[name] = part_of(name, state_dict[name], {})
         value = own = part.state_dict()
         places: dict[Path, Any] = {}
@@ -111,6 +113,8 @@ def values_to_save(
             found = part.structures(own, name)
             if found:
                 structures[name] = texts_of(found, places)
+
+    each_part({name: partial(resolve, name) for name in sorted_names(state_dict)})
     if structures:
         if STRUCTURE in values:
             raise ConfigurationError(
@@ -146,8 +150,20 @@ def texts_of(structures: Mapping[Path, Structure], places: Collection[Path] = ()
 
 
 def sorted_names(state_dict: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parts, on all ranks in the same order."""
-    return sorted(state_dict)
+    """Return the names of the parts, on all ranks in the same order: random states last, as others may draw."""
+    return sorted(state_dict, key=lambda name: (isinstance(state_dict[name], RandomState), name))
+
+
+def each_part(work: Mapping[str, Callable[[], object]]) -> None:
+    """Do the work of each part, and raise the first error after all: in that of others ranks may talk to each other."""
+    errors = []
+    for do in work.values():
+        try:
+            do()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def training_state(
@@ -177,13 +193,13 @@ def training_state(
         state["optimizer"] = OptimizerState(state["model"], optimizer)
     for name, part in parts.items():
         if isinstance(part, Optimizer):
-            state[name] = OptimizerState(_model_of(part, state), part)
+            state[name] = OptimizerState(model_of(part, state), part)
     if rng:
         state["rng"] = RandomState()
     return state
 
 
-def _model_of(optimizer: Optimizer, state: Mapping[str, Any]) -> ModelState | None:
+def model_of(optimizer: Optimizer, state: Mapping[str, Any]) -> ModelState | None:
     """Find the model that holds all parameters of an optimizer."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for value in state.values():

@@ -21,6 +21,7 @@ from ckpt.state.stored import StoredState, StoredValue
 from ckpt.torch_private import ShardedTensor, create_chunk_list, local_tensor, sharded_tensor_like
 from ckpt.transfer.tensor_memory import can_cast
 from ckpt.transfer.tied_tensors import memory_key
+from ckpt.words import printable
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Targets:
         made: names whose targets were made as they are stored: what is loaded may stand for them.
         resized, cast: names whose shape or dtype differs.
         replaced: parameters that were on the meta device, by `id`, and those in their place.
+        unchecked: names of each rank's own that another number of ranks saved: nothing live is what they hold.
     """
 
     options: LoadOptions
@@ -89,6 +91,12 @@ class Targets:
     resized: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     replaced: dict[int, torch.nn.Parameter] = field(default_factory=dict)
+    unchecked: set[str] = field(default_factory=set)
+
+    def forget_values(self) -> None:
+        """Keep names alone, once the values are in the program: replaced ones would live as long as this."""
+        for values in (self.values, self.lacked, self.likes, self.in_program, self.replaced, self.filled):
+            values.clear()
 
     def lack(self, name: str, live: Any) -> None:
         """Note that only the program has a value."""
@@ -389,7 +397,7 @@ def fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
 def shortened(names: Collection[str]) -> str:
     """List names, twenty at most."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} key(s): {', '.join([*names][:_SHOWN])}{more}"
+    return f"{len(names)} key(s): {', '.join(map(printable, [*names][:_SHOWN]))}{more}"
 
 
 def _named(dtype: torch.dtype) -> str:

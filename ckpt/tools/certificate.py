@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt import notebook
@@ -13,6 +13,7 @@ from ckpt.words import count, printable, size
 if TYPE_CHECKING:
     from ckpt.ranks.group import Ranks
     from ckpt.reading.delivered import DeliveredDigests
+    from ckpt.state.load_planner import StateLoadPlanner
 
 _MAX_NAMES = 20
 """Of each kind, in a text."""
@@ -139,3 +140,15 @@ def certificate(live: Mapping[str, Any], delivered: DeliveredDigests) -> Certifi
     found = Comparing(live, delivered).run()
     found["cast"] = tuple(Cast(*each) for each in found["cast"])
     return Certificate(delivered.url, **found, took_s=time.monotonic() - began_s)
+
+
+def certificate_of(live: Mapping[str, Any], planner: StateLoadPlanner) -> Certificate:
+    """Compare this rank's part of a live state with what the load of a planner delivered, and add what that found."""
+    made, targets = certificate(live, planner.delivered), planner.targets
+    return replace(
+        made,
+        missing=tuple(sorted({*made.missing, *planner.missing})),
+        left_over=planner.left_over,
+        resized=tuple(sorted({*made.resized, *targets.resized})),
+        unchecked=tuple(sorted({*made.unchecked, *targets.unchecked})),
+    )

@@ -29,10 +29,9 @@ from ckpt.load_plans.local import read_items
 from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
-from ckpt.reading.delivered import DeliveredDigests
 from ckpt.reading.reader import CheckpointReader
 from ckpt.state.load_planner import StateLoadPlanner
-from ckpt.tools.certificate import Certificate, certificate
+from ckpt.tools.certificate import Certificate, certificate_of
 from ckpt.tools.live_compare import local_chunks
 from ckpt.transfer.tensor_memory import plain
 
@@ -50,17 +49,18 @@ def certify(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     read_once: bool = True,
     expect: str | None = None,
+    options: LoadOptions | None = None,
 ) -> Certificate:
     """Compare a live state with a checkpoint, on all ranks that hold parts of it; they need not be those that saved.
 
     Each rank reads its own regions, verified, into scratch that is reused; replicas read them once. Nothing of
-    the state is changed. The arguments are those of `ckpt.load`. All ranks return the same certificate.
+    the state is changed. The arguments are those of `ckpt.load`; of `options`, names are taken by `rename`. All ranks
+    return the same certificate, which lists what `strict`, `on_shape` and `allow_casts` would accept or refuse.
 
     Raises:
         DigestMismatch, NotFound, NotCommitted, IntegrityError, UnsafeContent, LoadFailed, ...: as `ckpt.load`.
     """
     began_s, place = time.monotonic(), place_of(url)
-    delivered = DeliveredDigests()
 
     def make_reader(ranks: Ranks) -> CheckpointReader:
         reader = CheckpointReader(
@@ -73,26 +73,23 @@ def certify(
             expect=expect,
         )
         reader.use_ranks(ranks, read_once=read_once)
-        reader.record_delivered(delivered)
         reader.keep_nothing()
         return reader
 
     call = f"certificate of {last_segment(place)}"
     with rare_gc(), closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
-        planner = _Planner(LoadOptions(strict=False))
+        planner = _Planner(dataclasses.replace(options or LoadOptions(), strict=False))
         load_by(cast("dict[str, Any]", state), url, planner, make_reader, ranks)
         with same_failure(LoadFailed, place, ranks):
-            own = ranks.together(call, lambda: certificate(planner.state_dict, delivered))
-        missing = tuple(sorted({*own.missing, *planner.missing}))
-        made = dataclasses.replace(own, missing=missing, left_over=planner.not_asked())
-        return dataclasses.replace(made, took_s=time.monotonic() - began_s).of_all(ranks)
+            own = ranks.together(call, lambda: certificate_of(planner.state_dict, planner))
+        return dataclasses.replace(own, took_s=time.monotonic() - began_s).of_all(ranks)
 
 
 class _Planner(StateLoadPlanner):
     """Plan to read the regions that the chunks of a state need, into tensors without memory."""
 
     def __init__(self, options: LoadOptions) -> None:
-        super().__init__(options)
+        super().__init__(options, records=True)
         self._without_memory: dict[tuple[str, torch.Size], torch.Tensor] = {}
 
     def targets_for(

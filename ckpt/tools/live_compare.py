@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Comparing:
         except (RuntimeError, NotImplementedError):
             self._found["unchecked"].add(name)
             return
-        regions = self._delivered.regions(name)
+        regions = _Regions(self._delivered.regions(name))
         for begin, local in chunks:
             if local is None:
                 self._found["unchecked"].add(name)
@@ -143,11 +144,11 @@ class Comparing:
                 self._look_at_chunk(name, begin, local, regions)
 
     def _look_at_chunk(
-        self, name: str, begin: tuple[int, ...], local: torch.Tensor, regions: Sequence[DeliveredRegion]
+        self, name: str, begin: tuple[int, ...], local: torch.Tensor, regions: _Regions
     ) -> None:
         """Find the regions that were delivered into a chunk of this rank, and add a check of each."""
         box = begin, tuple(b + n for b, n in zip(begin, local.shape, strict=True))
-        touching = {region: part for region in regions if (part := _common(region.box, box)) is not None}
+        touching = regions.touching(box)
         delivered = sum(map(_elements, touching.values()))
         if local.device.type == "meta" or delivered < local.numel():
             self._found["untouched"].add(name)
@@ -175,6 +176,32 @@ class Comparing:
         # The program has cast it: cast back, the elements are the stored ones, unless the cast has lost some bits.
         otherwise: Kind = "different" if _keeps_all(region.dtype, view.dtype) else "unchecked"
         return _Check(name, LiveElements(view, region.dtype), digest.crc64nvme() or 0, otherwise)
+
+
+class _Regions:
+    """The regions of a tensor that were delivered, by where they begin in the dimension in which most of them differ."""
+
+    def __init__(self, regions: Sequence[DeliveredRegion]) -> None:
+        self._by_box = {region.box: region for region in regions}
+        dims = range(len(regions[0].begin) if regions else 0)
+        self._dim = max(dims, key=lambda dim: len({region.begin[dim] for region in regions}), default=None)
+        self._sorted, self._begins, self._longest = [*regions], list[int](), 0
+        if self._dim is not None:
+            dim = self._dim
+            self._sorted.sort(key=lambda region: region.begin[dim])
+            self._begins = [region.begin[dim] for region in self._sorted]
+            self._longest = max(region.lengths[dim] for region in regions)
+
+    def touching(self, box: Box) -> dict[DeliveredRegion, Box]:
+        """Find the regions that have elements of a box, and the box that each has in common with it."""
+        exact = self._by_box.get(box)
+        if exact is not None:
+            return {exact: box}
+        near = self._sorted
+        if self._dim is not None:
+            first = bisect_right(self._begins, box[0][self._dim] - self._longest)
+            near = near[first : bisect_left(self._begins, box[1][self._dim])]
+        return {region: part for region in near if (part := _common(region.box, box)) is not None}
 
 
 def _common(some: Box, other: Box) -> Box | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from support.ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
+from ckpt.geometry import with_chunks_of
 
 SAVES = ["save", "async_save", "references", "references off", "local", "install", "writer", "thread", "off"]
 MODELS = ["safetensors", "async safetensors"]
@@ -158,3 +161,16 @@ def test_every_way_on_more_ranks_and_by_a_process(tmp_path: Path, kind: str, siz
     saves = [*SAVES, *MODELS, *LONG_SAVES] if size == 4 else LONG_SAVES
     for outcomes in run_ranks(size, _matrix, kind, saves, str(tmp_path), timeout_s=240):
         assert outcomes == {save: [] for save in saves}
+
+
+def test_a_tensor_with_the_chunks_of_another_does_not_keep_itself_alive() -> None:
+    own: Any = carried_by("hooks", "a").value
+    made = torch.zeros_like(own)
+    with_chunks_of(own, made)
+    kept = weakref.ref(made)
+    gc.disable()
+    try:
+        del made
+        assert kept() is None
+    finally:
+        gc.enable()

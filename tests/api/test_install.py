@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
-from ckpt.errors import ConfigurationError, NotFound, UnsafeContent
+from ckpt.errors import ConfigurationError, LoadFailed, NotFound, SaveFailed, UnsafeContent
 from ckpt.torch_private import fsspec_storage
 
 FsspecWriter, FsspecReader = fsspec_storage()
@@ -356,3 +356,50 @@ def test_process_mode(tmp_path: Path, makes_writer: bool) -> None:
     save = functools.partial(save_in_a_process, place=str(tmp_path / "a"), makes_writer=makes_writer)
     assert run_ranks(2, save) == [True, True]
     assert is_ours(tmp_path / "a")
+
+
+# -- parts: what a rank gives stands for all ---------------------------------------------------------------
+
+
+class Position:
+    def __init__(self, value: int, *, fails: bool = False) -> None:
+        self.value, self.fails = value, fails
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            raise ValueError("no position")
+        return {"position": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["position"]
+
+
+def _own_parts(rank: int, root: str) -> None:
+    ckpt.install()
+    calls: tuple[Any, ...] = (dcp.save, dcp.async_save)
+    for call in calls:
+        with pytest.raises(SaveFailed, match=r"other values of 'loader\.position'"):
+            call({"loader": Position(rank)}, checkpoint_id=f"{root}/a")
+        with pytest.raises(SaveFailed, match="rank 1: ValueError: no position"):
+            call({"loader": Position(0, fails=rank == 1)}, checkpoint_id=f"{root}/a")
+    dcp.save({"loader": ckpt.per_rank(Position(rank))}, checkpoint_id=f"{root}/a")
+    own = Position(7)
+    dcp.load({"loader": ckpt.per_rank(own)}, checkpoint_id=f"{root}/a")
+    assert own.value == rank
+
+
+def test_parts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, _own_parts, str(tmp_path), timeout_s=100)
+
+
+def test_a_part_of_a_model_loads_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ckpt.install()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "a")
+    first = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    dcp.load({"model": first}, checkpoint_id=tmp_path / "a")
+    assert torch.equal(first.state_dict()["0.weight"], model.state_dict()["0.weight"])
+    assert "no place for 2 key(s): model.1.bias, model.1.weight" in caplog.text
+    with pytest.raises(LoadFailed, match="lacks") as seen:
+        dcp.load({"model": torch.nn.ModuleDict({"x": model})}, checkpoint_id=tmp_path / "a")
+    assert "strict" not in str(seen.value), "dcp.load has no such option"

@@ -66,7 +66,9 @@ def test_buffers_that_differ_are_all_of_rank_0(tmp_path: Path) -> None:
 
 def _part(rank: int, folder: str) -> None:
     log = Log()
-    part = Holder({"last": 10 + rank, "count": 20 + rank, "inner": {"t": torch.full((9,), 30.0 + rank), "n": rank}})
+    part = Holder(
+        {"last": 10 + rank, "count": 20 + rank, "inner": {"t": torch.full((9,), 30.0 + rank), "n": rank}}
+    )
     ckpt.save({"metrics": part, "plain": {"a": rank, "b": torch.tensor(rank)}}, f"{folder}/a")
     fresh = Holder({})
     state: dict[str, Any] = {"metrics": fresh, "plain": {}}
@@ -110,7 +112,9 @@ def _containers(rank: int, folder: str) -> None:
         for number, order in enumerate((pair, pair[::-1])):
             for value in (Holder({"held": order[rank], "more": 1}), {"held": order[rank], "more": 1}):
                 place = f"{folder}/{name}{number}{type(value).__name__}"
-                with pytest.raises(SaveFailed, match=r"a value on some ranks, and a container on others: 'x.held'"):
+                with pytest.raises(
+                    SaveFailed, match=r"a value on some ranks, and a container on others: 'x.held'"
+                ):
                     ckpt.save({"x": value}, place)
 
 

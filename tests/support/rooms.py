@@ -225,6 +225,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.save_plans",
             "ckpt.ranks",
             "ckpt.transfer",
+            "ckpt.words",
             "ckpt.stock",
         ),
     ),

@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ckpt
 from ckpt.errors import ConfigurationError, IntegrityError, LoadFailed, NotFound
+from ckpt.options import LoadOptions
+from ckpt.reading.delivered import DeliveredRegion
 from ckpt.reading.reader import CheckpointReader
+from ckpt.tools import live_compare
 from ckpt.tools.certificate import Certificate, certificate
 from ckpt.tools.certify import certify
 from ckpt.transfer.buffer_pool import StagingPool
@@ -308,3 +311,91 @@ def test_certificates_of_ranks_join() -> None:
         "/c", different=("v", "w"), left_over=("b",), tensors=5, compared_bytes=12, took_s=2.0, ranks=2
     )
     assert "5 tensors, 12 B, on 2 ranks" in str(both)
+
+
+# -- what only one side has -----------------------------------------------------------------------------------
+
+
+class _Part:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def test_parts_that_were_not_restored_are_left_over(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:
+        manager.save(1, model=model, part=_Part({"a": 1}))
+    with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:
+        restored = manager.restore(model=model)
+    assert restored is not None
+    assert kinds(restored.certificate) == {"left_over": ("part.a",)}, "random states are exempt"
+
+
+def test_what_only_the_live_state_has_is_missing(tmp_path: Path) -> None:
+    model, part, plain = nn.Sequential(nn.Linear(2, 2)), _Part({"a": 1}), {"x": 1}
+    state: dict[str, Any] = {"model": model, "part": part, "plain": plain}
+    ckpt.save(state, tmp_path, no_dist=True)
+    assert certify(state, tmp_path, no_dist=True).is_exact
+    model.register_buffer("mask", torch.ones(2))
+    part.value, plain["y"] = {"a": 1, "t": torch.zeros(3)}, 2
+    expected = {"missing": ("model.mask", "part.t", "plain.y")}
+    assert kinds(certify(state, tmp_path, no_dist=True)) == expected
+
+
+def test_a_state_under_other_names_is_certified(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    ckpt.save({"model": model}, tmp_path, no_dist=True)
+    options = LoadOptions(rename={"model.": "net."})
+    assert certify({"net": model}, tmp_path, no_dist=True, options=options).is_exact
+    assert not certify({"net": model}, tmp_path, no_dist=True).is_exact
+
+
+def test_each_ranks_own_is_compared(tmp_path: Path) -> None:
+    part = _Part({"position": 7})
+    state: dict[str, Any] = {"loader": ckpt.per_rank(part)}
+    ckpt.save(state, tmp_path, no_dist=True)
+    assert certify(state, tmp_path, no_dist=True).is_exact
+    part.value = {"position": 8}
+    assert kinds(certify(state, tmp_path, no_dist=True)) == {"different": ("loader.rank-00000.position",)}
+
+
+def test_what_a_merge_made_of_ranks_is_unchecked(tmp_path: Path) -> None:
+    saved = {"ranks": 2, "rank-00000": {"position": 3}, "rank-00001": {"position": 4}}
+    ckpt.save({"loader": _Part(saved)}, tmp_path / "c", no_dist=True)
+    part = _Part({"position": 0})
+    own = ckpt.per_rank(part, merge=lambda states, rank, size: {"position": 7})
+    with ckpt.CheckpointManager(tmp_path / "run", save=1, preflight=False) as manager:
+        restored = manager.restore(initial=tmp_path / "c", loader=own, rng=False)
+    assert restored is not None
+    assert part.value == {"position": 7}
+    expected = {"unchecked": ("loader.rank-00000.position", "loader.rank-00001.position", "loader.ranks")}
+    assert kinds(restored.certificate) == expected
+    assert kinds(certify({"loader": own}, tmp_path / "c", no_dist=True)) == expected
+
+
+def test_chunks_are_compared_with_few_regions_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    common = live_compare._common
+
+    def counted(some: Any, other: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return common(some, other)
+
+    monkeypatch.setattr(live_compare, "_common", counted)
+    digest: Any = None
+    regions = [
+        DeliveredRegion((0, n), (3, 1), (0, 1), torch.float32, torch.float32, digest) for n in range(100)
+    ]
+    found = live_compare._Regions(regions)
+    assert [*found.touching(((0, 5), (3, 6)))] == [regions[5]]
+    assert looked == 0, "the same box"
+    assert [*found.touching(((1, 5), (2, 8)))] == regions[5:8]
+    assert looked == 3
+    assert [*live_compare._Regions([]).touching(((0,), (1,)))] == []

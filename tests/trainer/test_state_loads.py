@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,13 @@ import torch
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed
 from ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+from ckpt.state import training_state
 
 OPTIONS: dict[str, Any] = {"save": 1, "preflight": False, "storage_options": {"fsync": False}}
 
@@ -178,3 +183,180 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(ConfigurationError):
             make()
+
+
+# -- names that only one side has ---------------------------------------------------------------------------
+
+
+def test_missing_and_left_over_names_are_named_together_with_a_prefix(tmp_path: Path) -> None:
+    ckpt.save({"model": nn.ModuleDict({"a": nn.Linear(2, 2)})}, tmp_path)
+    wanted = nn.ModuleDict({"b": nn.Linear(2, 2)})
+    with pytest.raises(LoadFailed, match=r"lacks 2 .*model.b.bias.* no place for 2 .*model.a.bias") as seen:
+        ckpt.load({"model": wanted}, tmp_path)
+    assert "LoadOptions(rename={'model.a.': 'model.b.'})" in str(seen.value)
+    ckpt.load({"model": wanted}, tmp_path, options=LoadOptions(rename={"model.a.": "model.b."}))
+
+
+def test_names_in_errors_have_no_control_characters(tmp_path: Path) -> None:
+    ckpt.save({"t": {"a\x1b[2J\nFAKE": torch.ones(1), "b": torch.ones(1)}}, tmp_path, checks="off")
+    with pytest.raises(LoadFailed, match=r"t\.a\\x1b\[2J\\nFAKE") as seen:
+        ckpt.load({"t": {"b": torch.zeros(1)}}, tmp_path)
+    assert str(seen.value).isprintable()
+
+
+# -- models on the meta device ------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_parameters_on_meta_stay_tied(tmp_path: Path) -> None:
+    model = Tied()
+    ckpt.save({"model": model}, tmp_path)
+    with torch.device("meta"):
+        again = Tied()
+    ckpt.load({"model": again}, tmp_path)
+    assert again.head.weight is again.embedding.weight
+    assert torch.equal(again.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_refused_load_leaves_a_model_on_meta(tmp_path: Path, layers: int) -> None:
+    ckpt.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}, tmp_path)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+    with pytest.raises(LoadFailed):
+        ckpt.load({"model": model}, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+# -- what is beside an optimizer ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_optimizer_as_it_is_loads_what_has_names_or_numbers(
+    tmp_path: Path, *, is_named: bool, steps: int
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 4)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    for _ in range(steps):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.7
+    raw: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    by_name = training_state(model=model, optimizer=optimizer, rng=False)
+    ckpt.save(by_name if is_named else raw, tmp_path)
+    other, own = made()
+    state: dict[str, Any] = {"model": other, "optimizer": own}
+    if not is_named:
+        state = training_state(model=other, optimizer=own, rng=False)
+    ckpt.load(state, tmp_path)
+    assert own.param_groups[0]["lr"] == 0.7
+    assert len(own.state) == 2 * steps
+    for mine, theirs in zip(own.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+class Drawing:
+    def state_dict(self) -> dict[str, int]:
+        torch.rand(3)
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        torch.rand(3)
+
+
+def test_random_states_are_asked_and_set_last(tmp_path: Path) -> None:
+    with ckpt.CheckpointManager(tmp_path, **OPTIONS) as manager:
+        manager.save(1, sampler=Drawing())
+    wanted = torch.rand(1)
+    with ckpt.CheckpointManager(tmp_path, **OPTIONS) as manager:
+        manager.restore(sampler=Drawing())
+    assert torch.equal(torch.rand(1), wanted)
+
+
+def _one_part_fails(rank: int, root: str) -> list[str]:
+    """A part fails on one rank, in a save and in both halves of a load; FSDP1 talks to all ranks in the others."""
+    model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+    class Failing(Part):
+        method = ""
+
+        def state_dict(self) -> Any:
+            if rank == 1 and self.method == "save":
+                raise ValueError("no state here")
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            if rank == 1 and self.method == "load":
+                raise ValueError("no state here")
+
+    part = Failing({})
+    state: dict[str, Any] = {**training_state(model=model, optimizer=optimizer), "a_part": part}
+    ckpt.save(state, f"{root}/c", timeout_s=60)
+    seen = []
+    calls: dict[str, Any] = {
+        "save": lambda: ckpt.save(state, f"{root}/d", timeout_s=60, options=SaveOptions(resume_check=True)),
+        "load": lambda: ckpt.load(state, f"{root}/c", timeout_s=60),
+    }
+    for method, call in [("save", "save"), ("save", "load"), ("load", "load")]:
+        part.method = method
+        with pytest.raises(CheckpointError) as error:
+            calls[call]()
+        seen.append(str(error.value))
+    return seen
+
+
+def test_a_part_that_fails_on_one_rank_holds_up_none(tmp_path: Path) -> None:
+    for texts in run_ranks(2, _one_part_fails, str(tmp_path), timeout_s=100):
+        assert all("rank 1" in text and "no state here" in text for text in texts)
+
+
+# -- what is kept -------------------------------------------------------------------------------------------
+
+
+class Averages:
+    def __init__(self) -> None:
+        self.value: dict[str, torch.Tensor] = {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.value
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state
+
+
+def test_a_restore_keeps_no_tensors_that_the_program_replaced(tmp_path: Path) -> None:
+    saved = Averages()
+    saved.value = {"a": torch.ones(100)}
+    model = nn.Linear(4, 4)
+    with ckpt.CheckpointManager(tmp_path, **OPTIONS) as manager:
+        manager.save(1, model=model, averages=saved)
+    own, half = Averages(), nn.Linear(4, 4).half()
+    own.value = {"a": torch.zeros(7)}
+    before = weakref.ref(own.value["a"])
+    with ckpt.CheckpointManager(tmp_path, **OPTIONS) as manager:
+        restored = manager.restore(model=half, averages=own)
+    assert restored is not None
+    loaded = weakref.ref(own.value["a"])
+    own.value = {"a": own.value["a"] * 2}
+    gc.collect()
+    assert before() is None
+    assert loaded() is None
+    copied = copy.copy(restored)
+    with pytest.raises(ConfigurationError, match="before it is copied"):
+        _ = copied.certificate
+    assert restored.certificate.different == ("averages.a",)
+    assert copy.copy(restored).certificate == restored.certificate

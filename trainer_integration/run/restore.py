@@ -33,7 +33,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.state.per_rank import without_marks
 from ckpt.state.state_parts import values_of
-from ckpt.tools.certificate import Certificate, certificate
+from ckpt.tools.certificate import Certificate, certificate_of
 from ckpt.trainer_integration.run.history import History
 from ckpt.trainer_integration.run.in_flight import Saves
 from ckpt.trainer_integration.run.near_saves import NearSaves
@@ -86,15 +86,14 @@ class Restored:
 
     @cached_property
     def certificate(self) -> Certificate:
-        assert self._planner is not None, "nothing has been restored"
-        made = certificate(self._planner.live(), self._planner.delivered)
-        targets = self._planner.targets
-        return replace(
-            made,
-            missing=tuple(sorted({*made.missing, *self._planner.missing})),
-            left_over=self._planner.left_over,
-            resized=tuple(sorted({*made.resized, *targets.resized})),
-        )
+        planner = self._planner
+        if planner is None:
+            raise ConfigurationError(
+                "a copy of a Restored compares nothing: look at the certificate before it is copied or pickled"
+            )
+        made = certificate_of(planner.live(), planner)
+        object.__setattr__(self, "_planner", None)  # it holds on to the parts
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planner": None}
