@@ -29,6 +29,9 @@ _FACTORIES: Mapping[str, Callable[[], Any] | None] = {
 }  # fmt: skip
 _ABSENT = object()
 
+MODULES = "modules"
+"""The kind of a node that is no container: it notes of modules what no tensor tells."""
+
 
 def is_flattened(value: Any) -> bool:
     """Tell whether DCP takes a value apart, and does not store it as one object or tensor."""
@@ -80,15 +83,17 @@ class Node:
         keys: those that are no texts, by the text that stands for them; or `int` if all are numbers.
         length: of a list, or of a container that holds nothing.
         tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device; `*` stands for all.
+        modules: if these are states of modules, versions that are not 1, by prefix, and None for buffers that are.
     """
 
     kind: str = ""
     keys: Any = field(default_factory=dict)
     length: int | None = None
     tensors: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
 
     def is_needed(self) -> bool:
-        return bool(self.kind or self.keys or self.tensors) or self.length is not None
+        return bool(self.kind or self.keys or self.tensors or self.modules) or self.length is not None
 
 
 Structure = dict[Path, Node]
@@ -113,6 +118,7 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
     node = Node()
     if isinstance(value, Mapping):
         node.kind = _kind_of(value)
+        node.modules = _versions_of(value)
         for key in value:
             if type(key) is not str:
                 node.keys[str(key)] = _encoded_key(key, name, path)
@@ -138,6 +144,32 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
         node.length = len(value)
     if node.is_needed():
         found[path] = node
+
+
+def _versions_of(state: Any) -> dict[str, Any]:
+    """Return the versions that are not 1 of the modules of which this is the `state_dict`, by prefix."""
+    metadata = getattr(state, "_metadata", None)
+    versions = {
+        f"{path}." if path else "": known.get("version")
+        for path, known in (metadata.items() if isinstance(metadata, dict) else ())
+    }
+    return {
+        prefix: version
+        for prefix, version in versions.items()
+        if version != 1 and isinstance(version, int | float | str)
+    }
+
+
+def _with_versions(state: Any, versions: Mapping[str, Any]) -> Any:
+    """Return a state dict of modules with the versions that `load_state_dict` asks for."""
+    prefixes = {"", *versions}
+    for key in state:
+        parts = str(key).split(".")
+        prefixes |= {".".join(parts[:end]) + "." for end in range(1, len(parts))}
+    state._metadata = OrderedDict(
+        (prefix[:-1], {"version": versions.get(prefix, 1)}) for prefix in sorted(prefixes)
+    )
+    return state
 
 
 def _kind_of(value: Mapping[Any, Any]) -> str:
@@ -219,6 +251,7 @@ def encode(structure: Structure) -> str:
             "keys": node.keys,
             "length": node.length,
             "tensors": node.tensors,
+            "modules": node.modules,
         }
         nodes.append(
             [list(path), {name: value for name, value in values.items() if value not in ("", {}, None)}]
@@ -238,10 +271,11 @@ def decode(text: Any, name: str) -> Structure:
             length = values.get("length")
             if length is not None and not (type(length) is int and 0 <= length <= 1 << 20):
                 raise ValueError("a length that is none")
-            keys, tensors = values.get("keys", {}), values.get("tensors", {})
-            if not (keys == "int" or isinstance(keys, dict)) or not isinstance(tensors, dict):
+            keys, tensors, modules = (values.get(member, {}) for member in ("keys", "tensors", "modules"))
+            is_dict = isinstance(tensors, dict) and isinstance(modules, dict)
+            if not (keys == "int" or isinstance(keys, dict)) or not is_dict:
                 raise ValueError("keys that are none")
-            structure[tuple(path)] = Node(str(values.get("kind", "")), keys, length, tensors)
+            structure[tuple(path)] = Node(str(values.get("kind", "")), keys, length, tensors, modules)
         return structure
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"the structure of {name!r} cannot be read: {error}") from None
@@ -350,7 +384,8 @@ def _typed(made: dict[Any, Any], node: Node | None, live: Any) -> Any:
             return defaultdict(live.default_factory, made)
         return defaultdict(_FACTORIES.get(text), made)
     if kind == "OrderedDict":
-        return OrderedDict(made)
+        ordered = OrderedDict(made)
+        return _with_versions(ordered, node.modules) if node is not None and node.modules else ordered
     if kind == "Counter":
         return Counter(made)
     if isinstance(live, dict) and _kind_of(live) == kind:
