@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ckpt.errors import LoadFailed
+from ckpt.state.canonical_names import wrapped_attribute
 from ckpt.state.flat_parameters import sharded_states
 from ckpt.state.stored import StoredValue
 from ckpt.state.targets import Targets, shortened
@@ -125,9 +126,12 @@ def _kind(dtype: torch.dtype) -> str:
 def _owner(model: nn.Module, key: str) -> tuple[nn.Module | None, str]:
     path, _, name = key.rpartition(".")
     try:
-        return model.get_submodule(path), name
+        owner = model.get_submodule(path)
     except AttributeError:
         return None, name
+    while name not in owner._buffers and (wrapped := wrapped_attribute(owner)) is not None:
+        owner = owner.get_submodule(wrapped)  # hooks of wrappers leave their attribute out of the key
+    return owner, name
 
 
 def buffer_of(model: nn.Module, key: str) -> torch.Tensor | None:

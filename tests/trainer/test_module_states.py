@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckpt
 from ckpt.errors import ConfigurationError, LoadFailed
@@ -307,6 +308,13 @@ def test_a_buffer_is_as_it_was_saved(tmp_path: Path, kind: str) -> None:
     saved, fresh = Grows(after), Grows(before.clone())
     save(tmp_path, model=saved)
     assert restore(tmp_path, model=fresh)
+    assert_same(saved.state_dict(), fresh.state_dict())
+
+
+def test_a_buffer_inside_of_a_wrapper_is_as_it_was_saved(tmp_path: Path) -> None:
+    saved, fresh = Grows(torch.ones(3, dtype=torch.int64)), Grows(torch.ones(2))
+    save(tmp_path, model=nn.Sequential(saved))
+    assert restore(tmp_path, model=nn.Sequential(checkpoint_wrapper(fresh)))
     assert_same(saved.state_dict(), fresh.state_dict())
 
 
