@@ -35,7 +35,7 @@ class ModuleNames:
         at = self._at.get(prefix)
         if at is None:
             path, module = self._resolve(prefix)
-            at = self._at[prefix] = path, None if module is None else _wrapped_attribute(module)
+            at = self._at[prefix] = path, None if module is None else wrapped_attribute(module)
         path, wrapped = at
         if last == wrapped:
             return path  # a key that ends at a wrapper is that of the module in it
@@ -57,11 +57,11 @@ class ModuleNames:
         if known is None:
             above, _, last = prefix.rpartition(".")
             path, module = self._resolve(above)
-            while module is not None and (wrapped := _wrapped_attribute(module)) is not None:
+            while module is not None and (wrapped := wrapped_attribute(module)) is not None:
                 if last == wrapped:
                     break
                 module = module._modules[wrapped]
-            if module is not None and last == _wrapped_attribute(module):
+            if module is not None and last == wrapped_attribute(module):
                 known = path, module._modules[last]
             else:
                 child = None if module is None else module._modules.get(last)
@@ -137,7 +137,8 @@ def first_names(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, st
     return first, aliases
 
 
-def _wrapped_attribute(module: nn.Module) -> str | None:
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """Return the attribute in which a wrapper holds the module that it wraps; None of other modules."""
     for name in _WRAPPED:
         if name in module._modules:
             return name

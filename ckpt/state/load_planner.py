@@ -148,6 +148,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
             self.state_dict[name] = self.targets.values[name] = live  # not the buffer, which the copy frees
         while self.targets.after:
             self.targets.after.pop(0)()
+        self.state_dict |= self.targets.in_program  # also what turned out to be one tensor with another
 
     def put_back(self) -> None:
         """Give the loaded values to the parts, and keep none of them."""

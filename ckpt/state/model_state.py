@@ -12,11 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.format.fqns import Path
-from ckpt.state.canonical_names import TensorNames, first_names, without_wrappers
+from ckpt.state.canonical_names import ModuleNames, TensorNames, first_names, without_wrappers
 from ckpt.state.flat_parameters import is_wrapped, sharded_states, shards
+from ckpt.state.module_loading import (
+    buffer_of,
+    buffers_that_follow,
+    give,
+    is_taken,
+    memories,
+    memory,
+    plan_buffer,
+    set_buffer,
+    untaken_text,
+)
+from ckpt.state.module_notes import Slot, emptied, note_of, plan_empty, warn_of_versions, with_versions
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, is_flattened, leaves, name_of, structure_of
 from ckpt.state.targets import Targets, shortened
@@ -31,6 +44,10 @@ _Nested = tuple[str, dict[Path, StoredValue]]
 
 class ModelState:
     """Save and load a model's parameters, buffers and extra states by canonical name.
+
+    Parameters keep the program's shape and dtype, buffers get the checkpoint's. The loaders of modules are told the
+    versions of the modules that were saved. Where a checkpoint says nothing of versions, as stock ones do, these are
+    the program's: nearly always it is the same program, and code for older states would change good values.
 
     Args:
         model: plain, compiled, or wrapped by DDP, FSDP, `fully_shard` or `parallelize_module`; or several, whose
@@ -55,7 +72,9 @@ class ModelState:
         self._live: list[dict[str, Any]] = []
         self._loaded: dict[tuple[int, str], StoredValue | _Nested | None] = {}
         self._part = StoredPart("")
-        self._grown: set[str] = set()
+        self._noted: dict[str, Any] | None = None
+        self._replaced: set[tuple[int, str]] = set()
+        self._slots: dict[str, tuple[Slot, StoredValue | None]] = {}
 
     # -- names ---------------------------------------------------------------------------------------------
 
@@ -95,9 +114,11 @@ class ModelState:
         return state
 
     def structures(self, value: Mapping[str, Any], name: str) -> dict[Path, Structure]:
-        """Return what flattening loses of extra states; tensors have none."""
+        """Return what flattening loses of extra states, and what no tensor tells of modules."""
         nested = {key: part for key, part in value.items() if is_flattened(part)}
         found = {(key,): structure_of(part, f"{name}.{key}") for key, part in nested.items()}
+        note = note_of(self._each())
+        found |= {(unit,): {(): node} for unit, node in note.items()}
         return {unit: structure for unit, structure in found.items() if structure}
 
     def size_bytes(self) -> int:
@@ -123,7 +144,13 @@ class ModelState:
                 nested.setdefault(str(path[0]), {})[path[1:]] = value
         older = {without_wrappers(name): name for name in stored if without_wrappers(name) not in stored}
         same = self.same_tensors()
-        self._plan_frozen(part, targets)
+        if not self._frozen:
+            _leave_frozen(self.parameters(), part, targets)
+        self._noted = targets.stored.modules(part.name)
+        self._slots, self._replaced = {**emptied(self._each(), self._noted)}, set()
+        if self._noted is None and stored and not targets.is_dry:
+            warn_of_versions(self._models)
+        follows = buffers_that_follow(self.buffer_names(), self.parameters(), stored)
         for number, (model, raw) in enumerate(zip(self._models, self._live, strict=True)):
             for key, name, live in self._keyed(model, raw):
                 others = same.get(name, ())
@@ -134,9 +161,18 @@ class ModelState:
                     self._loaded[number, key] = name, nested.get(name, {})
                     _plan_nested(nested.get(name, {}), targets)
                 elif found is None:
-                    targets.lack(f"{part.name}.{name}", live)
+                    if name not in self._slots:  # a buffer that was None
+                        targets.lack(f"{part.name}.{name}", live)
+                    continue
+                elif follows(stored[found], name, live) and buffer_of(model, key) is not None:
+                    self._loaded[number, key] = stored[found]
+                    self._replaced.add((number, key))
+                    plan_buffer(stored[found], live, targets)
                 else:
                     self._plan_value(stored[found], name, live, (number, key), targets)
+                if not is_taken(model, key) and memory(live) not in memories(model).values():
+                    targets.faults.append(untaken_text([key]))
+        self._slots |= plan_empty(self._each(), stored, older, targets)
         self._part = part
 
     def _plan_value(
@@ -151,27 +187,19 @@ class ModelState:
             targets.object(value)
         elif name.endswith(_EXTRA_STATE) or not hasattr(live, "size"):
             targets.as_stored(value, live=live, device=_device_of(live))
-        elif name in self._grown and tuple(live.size()) != value.shape:
-            targets.notes.append(
-                f"buffer {value.name!r} is {value.shape} in the checkpoint, and was {tuple(live.size())}"
-            )
+        elif is_lazy(live):  # gets the stored shape when it takes the value
             targets.as_stored(value, device=live.device)
         elif value.name in targets.values:  # one memory under two names
             self._loaded[key] = None
         else:
             targets.in_place(value, live)
 
-    def _plan_frozen(self, part: StoredPart, targets: Targets) -> None:
-        """Leave frozen parameters alone, also if the checkpoint has them."""
-        self._grown = self.buffer_names()
-        if not self._frozen:
-            left_out = {name for name, p in self.parameters().items() if not p.requires_grad}
-            targets.asked.update(
-                value.name for path, value in part.values.items() if path and path[0] in left_out
-            )
+    def _each(self) -> list[tuple[nn.Module, ModuleNames]]:
+        return [(model, self.names.of(model)) for model in self._models]
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Give the loaded values to the model: extra states, hooks and loaders of its own get theirs."""
+        self._fill_slots(values)
         for number, model in enumerate(self._models):
             state: dict[str, Any] = {}
             for key, live in self._live[number].items():
@@ -184,8 +212,21 @@ class ModelState:
                     state[key] = build(leaves, self._part.structure((name,)), None, name)
                 elif (number, key) in self._loaded:
                     state[key] = live
-            self._give(model, state, self._live[number])
+                if (number, key) in self._replaced:
+                    set_buffer(model, key, state[key])
+            give(model, with_versions(state, model, self.names.of(model), self._live[number], self._noted))
         self._live = []
+
+    def _fill_slots(self, values: Mapping[str, Any]) -> None:
+        """Let parameters and buffers begin, or end, as they did in the program that saved."""
+        for slot, value in self._slots.values():
+            slot.fill(None if value is None else values[value.name])
+        if self._slots:
+            self._live = self._raw_states()
+            for number, (model, raw) in enumerate(zip(self._models, self._live, strict=True)):
+                for key, name, _ in self._keyed(model, raw):
+                    if name in self._slots:
+                        self._loaded[number, key] = self._slots[name][1]
 
     def live(self) -> dict[str, Any]:
         """Return the model's values by the stored names of the last plan, and what that lacked by those of a save."""
@@ -211,40 +252,12 @@ class ModelState:
                 found = next((each for each in (name, *same.get(name, ())) if each in state), None)
                 if found is not None:
                     given[key] = state[found]
-            self._give(model, given, {})
-
-    def _give(self, model: nn.Module, state: dict[str, Any], live: Mapping[str, Any]) -> None:
-        grown = {
-            key: value
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-            and (own := _buffer(model, key)) is not None
-            and own.shape != value.shape
-        }
-        for key, value in grown.items():
-            _set_buffer(model, key, value)
-        rest = {key: value for key, value in state.items() if key not in grown}
-        with sharded_states(model):
-            result = model.load_state_dict(rest, strict=False)
-        # Hooks may give and take values under other names: these are right if their memory was filled.
-        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        tensors |= dict(model.named_buffers(remove_duplicate=False))
-        memory = {_memory(tensor) for tensor in tensors.values()}
-        filled = {_memory(value) for value in state.values()}
-        lost = [key for key in result.unexpected_keys if _memory(state[key]) not in memory]
-        lost += [
-            key
-            for key in result.missing_keys
-            if self._frozen
-            and key not in live
-            and key not in grown
-            and _memory(tensors.get(key)) not in filled
-        ]
-        if lost:
-            raise LoadFailed(
-                f"the model does not take back what its state_dict() gives: {shortened(lost)}; a state dict hook that "
-                "renames needs a hook that loads under the new names too"
-            )
+            for key, value in given.items():
+                own = buffer_of(model, key)
+                if own is not None and not is_lazy(own) and own.shape != value.shape:
+                    set_buffer(model, key, value)
+            wanted = {key for key, _, _ in self._keyed(model, raw)}
+            give(model, with_versions(given, model, self.names.of(model), raw, None), wanted=wanted)
 
     # -- raw states ----------------------------------------------------------------------------------------
 
@@ -279,6 +292,12 @@ class ModelState:
         return self.names.same_tensors()
 
 
+def _leave_frozen(parameters: Mapping[str, nn.Parameter], part: StoredPart, targets: Targets) -> None:
+    """Leave frozen parameters alone, also if the checkpoint has them."""
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    targets.asked.update(value.name for path, value in part.values.items() if path and path[0] in frozen)
+
+
 def _plan_nested(values: Mapping[Path, StoredValue], targets: Targets) -> None:
     """Ask for an extra state that is a dict or a list."""
     for value in values.values():
@@ -298,7 +317,7 @@ def _materialise(model: nn.Module, targets: Targets) -> None:
         name
         for prefix, module in model.named_modules()
         for name in (f"{prefix}.{each}".lstrip(".") for each in module._non_persistent_buffers_set)
-        if (buffer := _buffer(model, name)) is not None and buffer.is_meta
+        if (buffer := buffer_of(model, name)) is not None and buffer.is_meta
     ]
     if unsaved:
         raise LoadFailed(
@@ -339,34 +358,3 @@ def _with_memory(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 def _device_of(value: Any) -> torch.device | None:
     return value.device if isinstance(value, torch.Tensor) and not value.is_meta else None
-
-
-def _owner(model: nn.Module, key: str) -> tuple[nn.Module | None, str]:
-    path, _, name = key.rpartition(".")
-    try:
-        return model.get_submodule(path), name
-    except AttributeError:
-        return None, name
-
-
-def _buffer(model: nn.Module, key: str) -> torch.Tensor | None:
-    owner, name = _owner(model, key)
-    return None if owner is None else owner._buffers.get(name)
-
-
-def _set_buffer(model: nn.Module, key: str, value: torch.Tensor) -> None:
-    owner, name = _owner(model, key)
-    assert owner is not None
-    owner._buffers[name] = value
-
-
-def _memory(value: Any) -> int | None:
-    """Return where the elements of a tensor are; None if it is none."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    with torch.no_grad():
-        local = value.to_local() if isinstance(value, DTensor) else value
-    try:
-        return local.data_ptr()
-    except RuntimeError:
-        return None

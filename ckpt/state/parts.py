@@ -58,7 +58,9 @@ class PartState:
 
     def take(self, values: Mapping[str, Any]) -> None:
         if self._values.is_asked:
-            self.load_state_dict(self._values.built(values))
+            loaded = self._values.built(values)
+            self._values.forget()
+            self.load_state_dict(loaded)
 
     def live(self) -> dict[str, Any]:
         return self._values.live(self._part.state_dict())
@@ -126,8 +128,11 @@ class _PartValues:
 
     def built(self, values: Mapping[str, Any]) -> Any:
         found = {path: values[value.name] for path, value in self._asked.items()}
-        live, self._live = self._live, None  # what it had is not kept
-        return build(found, self._structure, live, self._name)
+        return build(found, self._structure, self._live, self._name)
+
+    def forget(self) -> None:
+        """Do not keep what the program had."""
+        self._live = None
 
 
 def _live(value: Any, asked: Mapping[Path, StoredValue], name: str) -> dict[str, Any]:

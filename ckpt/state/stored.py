@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ckpt.errors import FormatError
 from ckpt.format.fqns import STRUCTURE, Path, paths_of
-from ckpt.state.structure import MAX_PATH, Structure, decode
+from ckpt.state.structure import MAX_PATH, MODULES, Structure, decode
 
 _INDEXED = 2
 
@@ -89,6 +89,7 @@ class StoredState:
         self._rename = rename
         self.names: dict[str, StoredValue] = {}
         self.parts: dict[str, StoredPart] = {}
+        self._modules: dict[str, Any] = {}
         self._noted: dict[str, StoredPart] = {}
         for value in values:
             path = paths.get(value.name) or (value.name,)
@@ -109,6 +110,13 @@ class StoredState:
             path = paths.get(name, ())[1:]
             if path:
                 for at, node in decode(text, name).items():
+                    at = () if (is_note := node.kind == MODULES) else at
+                    above = ".".join(map(str, (path[0], *at)))
+                    self._modules |= {
+                        self.renamed(f"{above}.{key}"): noted for key, noted in node.modules.items()
+                    }
+                    if is_note:
+                        continue
                     whole = (path[0], *at) if rename is None else _renamed((path[0], *at, "_"), rename)[:-1]
                     renamed = self.parts.setdefault(str(whole[0]), StoredPart(str(whole[0])))
                     renamed.nodes[whole[1:]] = node
@@ -147,6 +155,12 @@ class StoredState:
                 nodes = part.nodes if is_flat else part.structure(at)
                 found.nodes |= {(*at, *each): node for each, node in nodes.items()} if is_flat else nodes
         return found
+
+    def modules(self, name: str) -> dict[str, Any] | None:
+        """Return what is noted of the modules of a part: versions by prefix, None for buffers; None without a note."""
+        prefix = f"{name}."
+        found = {key[len(prefix) :]: each for key, each in self._modules.items() if key.startswith(prefix)}
+        return found or None
 
     @functools.cached_property
     def _heads(self) -> set[str]:

@@ -38,6 +38,9 @@ _NOT_TEXT = re.compile(
 )
 """Texts that read as a key of another type may: in a dict that has one of these, it is noted that all are texts."""
 
+MODULES = "modules"
+"""The kind of a node that is no container: it notes of modules what no tensor tells."""
+
 
 def is_flattened(value: Any) -> bool:
     """Tell whether DCP takes a value apart, and does not store it as one object or tensor."""
@@ -100,15 +103,17 @@ class Node:
             texts: of a container without a node, as in older checkpoints, the program's keys say what they are.
         length: of a list, or of a container that holds nothing.
         tensors: members that are no plain CPU tensors: `dtensor`, or the type of their device; `*` stands for all.
+        modules: if these are states of modules, versions that are not 1, by prefix, and None for buffers that are.
     """
 
     kind: str = ""
     keys: Any = field(default_factory=dict)
     length: int | None = None
     tensors: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
 
     def is_needed(self) -> bool:
-        return bool(self.kind or self.keys or self.tensors) or self.length is not None
+        return bool(self.kind or self.keys or self.tensors or self.modules) or self.length is not None
 
 
 Structure = dict[Path, Node]
@@ -134,6 +139,7 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
     node.kind = _kind_of(value)
     reads_otherwise = False
     if isinstance(value, Mapping):
+        node.modules = _versions_of(value)
         for key in value:
             if type(key) is not str:
                 node.keys[str(key)] = _encoded_key(key, name, path)
@@ -166,6 +172,32 @@ def _look(value: Any, path: Path, found: Structure, name: str, with_tensors: boo
         node.length = len(value)
     if reads_otherwise or node.is_needed():
         found[path] = node
+
+
+def _versions_of(state: Any) -> dict[str, Any]:
+    """Return the versions that are not 1 of the modules of which this is the `state_dict`, by prefix."""
+    metadata = getattr(state, "_metadata", None)
+    versions = {
+        f"{path}." if path else "": known.get("version")
+        for path, known in (metadata.items() if isinstance(metadata, dict) else ())
+    }
+    return {
+        prefix: version
+        for prefix, version in versions.items()
+        if version != 1 and isinstance(version, int | float | str)
+    }
+
+
+def _with_versions(state: Any, versions: Mapping[str, Any]) -> Any:
+    """Return a state dict of modules with the versions that `load_state_dict` asks for."""
+    prefixes = {"", *versions}
+    for key in state:
+        parts = str(key).split(".")
+        prefixes |= {".".join(parts[:end]) + "." for end in range(1, len(parts))}
+    state._metadata = OrderedDict(
+        (prefix[:-1], {"version": versions.get(prefix, 1)}) for prefix in sorted(prefixes)
+    )
+    return state
 
 
 def _kind_of(value: Any) -> str:
@@ -248,6 +280,7 @@ def encode(structure: Structure) -> str:
             "keys": node.keys,
             "length": node.length,
             "tensors": node.tensors,
+            "modules": node.modules,
         }
         nodes.append(
             [list(path), {name: value for name, value in values.items() if value not in ("", {}, None)}]
@@ -267,12 +300,13 @@ def decode(text: Any, name: str) -> Structure:
             length = values.get("length")
             if length is not None and not (type(length) is int and 0 <= length <= 1 << 20):
                 raise ValueError("a length that is none")
-            keys, tensors = values.get("keys", {}), values.get("tensors", {})
-            if not (keys == "int" or isinstance(keys, dict)) or not isinstance(tensors, dict):
+            keys, tensors, modules = (values.get(member, {}) for member in ("keys", "tensors", "modules"))
+            is_dict = isinstance(tensors, dict) and isinstance(modules, dict)
+            if not (keys == "int" or isinstance(keys, dict)) or not is_dict:
                 raise ValueError("keys that are none")
             if keys != "int":
                 _check_keys(keys)
-            structure[tuple(path)] = Node(str(values.get("kind", "")), keys, length, tensors)
+            structure[tuple(path)] = Node(str(values.get("kind", "")), keys, length, tensors, modules)
         return structure
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise FormatError(f"the structure of {name!r} cannot be read: {error}") from None
@@ -393,7 +427,8 @@ def _typed(made: Any, node: Node | None, live: Any) -> Any:
             return defaultdict(live.default_factory, made)
         return defaultdict(_FACTORIES.get(text), made)
     if kind == "OrderedDict":
-        return OrderedDict(made)
+        ordered = OrderedDict(made)
+        return _with_versions(ordered, node.modules) if node is not None and node.modules else ordered
     if kind == "Counter":
         return Counter(made)
     return made  # a class of the program's own, which has none of it here: its members as a dict

@@ -87,7 +87,7 @@ def test_a_part_that_differs_is_that_of_one_rank(tmp_path: Path) -> None:
 def _keys(rank: int, folder: str) -> None:
     log = Log()
     loader = Holder({"shards": {f"shard-{rank}.tar": 100 + rank}})
-    with pytest.raises(SaveFailed, match="loader=ckpt.per_rank"):
+    with pytest.raises(SaveFailed, match=r"loader=ckpt\.per_rank"):
         ckpt.save({"loader": loader}, f"{folder}/a")
     average = Holder({"shadow": {f"stage{rank}": torch.full((2,), float(rank))}, "decay": 0.9})
     ckpt.save({"average": average}, f"{folder}/b")

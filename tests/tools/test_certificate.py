@@ -367,7 +367,7 @@ def test_each_ranks_own_is_compared(tmp_path: Path) -> None:
 
 def test_what_a_merge_made_of_ranks_is_unchecked(tmp_path: Path) -> None:
     saved = {"ranks": 2, "rank-00000": {"position": 3}, "rank-00001": {"position": 4}}
-    ckpt.save({"loader": _Part(saved)}, tmp_path / "c", no_dist=True)
+    dcp.save({"loader": saved}, storage_writer=ckpt.CheckpointWriter(tmp_path / "c"), no_dist=True)
     part = _Part({"position": 0})
     own = ckpt.per_rank(part, merge=lambda states, rank, size: {"position": 7})
     with ckpt.CheckpointManager(tmp_path / "run", save=1, preflight=False) as manager:

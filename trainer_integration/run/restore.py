@@ -31,6 +31,8 @@ from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
 from ckpt.state.load_planner import StateLoadPlanner
+from ckpt.state.model_state import ModelState
+from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.per_rank import without_marks
 from ckpt.state.state_parts import values_of
 from ckpt.tools.certificate import Certificate, certificate_of
@@ -40,7 +42,7 @@ from ckpt.trainer_integration.run.near_saves import NearSaves
 from ckpt.trainer_integration.run.nearest import Nearest
 from ckpt.trainer_integration.run.search import GONE, Choice, Search, counted
 from ckpt.words import count
-from ckpt.writing.stager import space_for
+from ckpt.writing.stager import Space, space_for
 
 T = TypeVar("T")
 
@@ -146,7 +148,7 @@ def restore(
             load(state, url, planner=planner, **load_options)
         if saves.uploads.tables is not None:
             _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
-        saves.uploads.expected = space_for(values_of(state))
+        saves.uploads.expected = _space_for_copies(state)
         return planner
 
     figures, read, is_error = dict[str, float](), Counter[str](), False
@@ -215,6 +217,12 @@ def _checked(
 def _restore_tables(tables: Tables, url: str, ranks: Ranks, storage_options: Any) -> None:
     call = f"restore of tables of {last_segment(place_of(url))}"
     same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
+
+
+def _space_for_copies(state: Mapping[str, Any]) -> Space | None:
+    # All other parts are small, and may count, or draw, when they are asked.
+    large = {name: part for name, part in state.items() if isinstance(part, ModelState | OptimizerState)}
+    return space_for(values_of(large))
 
 
 def _finder(
