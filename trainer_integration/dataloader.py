@@ -36,6 +36,8 @@ class RescalableLoader:
     Raises ConfigurationError if an argument is wrong.
     """
 
+    unites_ranks = True  # each rank's state has its own shards, a checkpoint those of all
+
     def __init__(
         self,
         dataset: ShardedDataset,

@@ -13,9 +13,9 @@ import torch
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.ranks.group import Ranks
-from ckpt.state.rank_digests import GROUPS, PLACED, Key, RankDigests, digest
+from ckpt.state.rank_digests import GROUPS, LAYOUT, PLACED, Key, RankDigests, digest, number_of
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import Structure, decode, structure_of
+from ckpt.state.structure import Structure, children, decode, is_flattened, leaves, name_of, structure_of
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +25,10 @@ _GROUPS: Key = (GROUPS, 0, 0)
 _have_saved: set[tuple[str | int, ...]] = set()
 """Purposes and ranks that have saved together in this process."""
 _noted_buffers: set[str] = set()
+
+_BY_LAYOUT = ("loader", "part", "value")
+_OF_ONE = ("buffer", "part", "value")
+_NOTHING: Any = object()
 
 
 def agree_on_values(
@@ -46,23 +50,30 @@ def agree_on_values(
     if number is None:
         _have_saved.add((ranks.purpose, *ranks.members))
     own = RankDigests(ranks.call if number is None else number, is_whole=is_first)
+    layouts: dict[str, Key] = {}
 
     def look() -> dict[Key, int | None]:
         for name, value in values.items():
             kind = described.kinds.get(name, "value")
             if kind != "per rank" and name != STRUCTURE:
                 own.add(name, value, kind, described.buffers)
-        return {**own.digests(), _GROUPS: digest(own.groups)}
+                if kind in _BY_LAYOUT and name not in described.united and is_flattened(value):
+                    layouts[name] = LAYOUT, number_of(name), 0
+        of_layouts = {key: _layout(name, values) for name, key in layouts.items()}
+        return {**own.digests(), **of_layouts, _GROUPS: digest(own.groups)}
 
     own_digests = ranks.together(_CALL, look)
     joined = ranks.join(own_digests, _joined)
     differing = {key for key, found in joined.items() if found is None}
+    if any(key[0] == LAYOUT for key in differing):
+        others = {name: described.kinds[name] for name, key in layouts.items() if key in differing}
+        _judge_layouts(others, values, ranks, url)
     shared = _shared_names(own, joined.keys(), ranks)
-    if (keys := differing - {_GROUPS}) or shared:
+    if (keys := {key for key in differing if key[0] not in (GROUPS, LAYOUT)}) or shared:
         digests, names = ranks.together(_CALL, lambda: own.details(keys, shared))
         found = ranks.join(Compared(digests, {}), Compared.join)
         if found.differing:
-            _judge(names, found.differing, ranks, url)
+            values = _of_one_rank(values, own, _judge(names, found.differing, ranks, url), ranks)
     return _with_groups(values, own.groups, ranks, url) if _GROUPS in differing else values
 
 
@@ -70,7 +81,7 @@ def _joined(some: Mapping[Key, int | None], other: Mapping[Key, int | None]) -> 
     """Keep the digests that are the same; None stands for others, also of kinds that only some have."""
     joined = {**some, **other}
     for key in joined:
-        if key[0] not in PLACED or (key in some and key in other):
+        if key[0] not in (*PLACED, LAYOUT) or (key in some and key in other):
             joined[key] = some[key] if some.get(key) == other.get(key) else None
     return joined
 
@@ -111,8 +122,8 @@ class Compared:
 
 def _judge(
     names: Mapping[int, tuple[str, str]], differing: Mapping[int, None], ranks: Ranks, url: str
-) -> None:
-    """Refuse, or say, what differs; all ranks know alike."""
+) -> list[tuple[str, str]]:
+    """Refuse, or say, what differs; return the names and kinds of what is saved all the same, on all ranks alike."""
     own: Any = {names[number] for number in differing if number in names}
     shared: list[tuple[str, str]] = sorted(ranks.join(own, lambda some, others: {*some, *others}))
     by_kind: dict[str, list[str]] = {}
@@ -153,6 +164,99 @@ def _judge(
                 url,
                 _some(others),
             )
+    return shared
+
+
+def _layout(name: str, values: Mapping[str, Any]) -> int:
+    """Digest the names in a part, and what flattening loses of it."""
+    names = sorted(name_of(path) for path, _ in leaves(values[name]))
+    return digest([names, values.get(STRUCTURE, {}).get(name)])
+
+
+def _judge_layouts(kinds: Mapping[str, str], values: Mapping[str, Any], ranks: Ranks, url: str) -> None:
+    """Refuse parts whose names differ between ranks if they cannot be united, and loaders; warn of others."""
+    own = {
+        (name, kind): {name_of((name, *path)) for path, _ in leaves(values[name])}
+        for name, kind in kinds.items()
+    }
+    united: dict[tuple[str, str], set[str]] = ranks.join(own, _united)
+    texts = []
+    for names in united.values():
+        containers = {
+            ".".join(keys[:at]) for keys in (name.split(".") for name in names) for at in range(1, len(keys))
+        }
+        if clash := sorted(containers & names):
+            texts.append(f"a value on some ranks, and a container on others: {_some(clash)}")
+    if loaders := sorted(name for name, kind in united if kind == "loader"):
+        texts.append(f"ranks hold other keys of {_some(loaders)}")
+    if texts:
+        part = min(united)[0]
+        texts.append(
+            f"save such a part with ckpt.per_rank, as in {part}=ckpt.per_rank(...), which gives each rank its own back"
+        )
+        raise SaveFailed("; ".join(texts), url=url, failures={ranks.rank: ConfigurationError(texts[0])})
+    if ranks.rank == 0:
+        _logger.warning(
+            "%s: ranks hold other keys of %s; a restore gives each rank those of all. ckpt.per_rank(part) saves each rank's own",
+            url,
+            _some(sorted(name for name, _ in united)),
+        )
+
+
+def _united(
+    some: dict[tuple[str, str], set[str]], other: dict[tuple[str, str], set[str]]
+) -> dict[tuple[str, str], set[str]]:
+    return {key: some.get(key, set()) | other.get(key, set()) for key in {**some, **other}}
+
+
+def _of_one_rank(
+    values: dict[str, Any], own: RankDigests, differing: Sequence[tuple[str, str]], ranks: Ranks
+) -> dict[str, Any]:
+    """Return values of which only the first rank that has them holds a part's, or a model's buffers, where some differ.
+
+    Else each would be written by another rank, and together they would be what no rank has ever had.
+    """
+    kinds = {(part, kind) for name, kind in differing if kind in _OF_ONE for part in [_part_of(name, values)]}
+    names = [name for part, kind in kinds if part is not None for name in own.names_below(part, kind)]
+    first: dict[int, int] = ranks.join({number_of(name): ranks.rank for name in names}, _lowest)
+    dropped = {name for name in names if first[number_of(name)] != ranks.rank}
+    if not dropped:
+        return values
+    result = dict(values)
+    noted = dict(values.get(STRUCTURE, {}))
+    for part, kind in kinds:
+        if part is not None:
+            kept = _without(values[part] if part not in result else result[part], part, dropped)
+            result[part] = kept
+            if kind != "buffer" and not dropped.isdisjoint(own.names_below(part, kind)):
+                noted.pop(part, None)
+    if STRUCTURE in result:
+        result[STRUCTURE] = noted
+    return {
+        name: value
+        for name, value in result.items()
+        if value is not _NOTHING and not (name == STRUCTURE and not noted)
+    }
+
+
+def _part_of(name: str, values: Mapping[str, Any]) -> str | None:
+    """Return the part that a value belongs to; None if this rank has no such part."""
+    keys = name.split(".")
+    return next((part for at in range(1, len(keys) + 1) if (part := ".".join(keys[:at])) in values), None)
+
+
+def _without(value: Any, name: str, dropped: Collection[str]) -> Any:
+    """Return a value without some of its leaves; a list with gaps as a dict by number."""
+    if not is_flattened(value):
+        return _NOTHING if name in dropped else value
+    kept = {key: _without(item, f"{name}.{key}", dropped) for key, item in children(value)}
+    if all(kept[key] is item for key, item in children(value)):
+        return value
+    return {key: item for key, item in kept.items() if item is not _NOTHING} or _NOTHING
+
+
+def _lowest(some: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+    return {key: min(some.get(key, rank), rank) for key, rank in {**some, **other}.items()}
 
 
 def _some(names: Sequence[str]) -> str:

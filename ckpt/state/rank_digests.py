@@ -37,6 +37,8 @@ _BATCH_BYTES = 1 << 20
 _PARAMETER = re.compile(r"(^|_)(weight|bias)(_|$)")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 GROUPS = "param_groups"
+LAYOUT = "layout"
+"""The kind of the names in a part, and of what flattening loses of it: only ranks that have the part are compared."""
 PLACED = ("sharded", "chunk")
 """Kinds of values that have places: each rank, or group of ranks, has some of its own, and shares others."""
 
@@ -92,10 +94,16 @@ class RankDigests:
         kind = self._kinds[name]
         return name, digest([*sorted({*kind.names.values()})]), digest([*sorted(kind.names)])
 
+    def names_below(self, part: str, kind: str) -> list[str]:
+        """List the values of a kind, at a name and below it, of which one rank's stand for all."""
+        own = self._kinds.get(kind, _Kind())
+        names = [*own.others, *(name for some, _ in own.alike.values() for name in some)]
+        return [name for name in names if name == part or name.startswith(f"{part}.")]
+
     def names(self, kinds: AbstractSet[str]) -> dict[int, int]:
         """Return, by a number for each name of some kinds with places, the number of all names that this rank has."""
         return {
-            _number(name): own[1]
+            number_of(name): own[1]
             for own in map(self._key, kinds & self._kinds.keys())
             for name in self._kinds[own[0]].names.values()
         }
@@ -115,8 +123,8 @@ class RankDigests:
                 continue
             for key, found in self._each(kind):
                 name = kind.names.get(key, key)
-                if is_asked or _number(name) in shared:
-                    digests[_number(key)], names[_number(key)] = found, (name, each)
+                if is_asked or number_of(name) in shared:
+                    digests[number_of(key)], names[number_of(key)] = found, (name, each)
         return digests, names
 
     def _take(self, name: str, value: Any, kind: str, buffers: AbstractSet[str]) -> None:
@@ -297,7 +305,7 @@ def _seed(dtype: torch.dtype, shape: torch.Size) -> int:
     return xxhash.xxh32_intdigest(f"{dtype}{tuple(shape)}".encode())
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
 
 

@@ -64,11 +64,13 @@ class Description:
         parts: by name.
         kinds: of the parts, by name.
         buffers: names of buffers.
+        united: parts that say `unites_ranks`: each rank has keys of its own, and those of all ranks are the state.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
+    united: set[str] = field(default_factory=set)
 
 
 def part_of(name: str, value: Any, holder: dict[str, Any]) -> Part:
@@ -107,6 +109,8 @@ def values_to_save(
             _refuse_shards(part, places, name)
         values[name] = value
         described.kinds[name] = part.kind
+        if getattr(state_dict[name], "unites_ranks", False):
+            described.united.add(name)
         if isinstance(part, ModelState):
             described.buffers |= {f"{name}.{buffer}" for buffer in part.buffer_names()}
         if flattens:

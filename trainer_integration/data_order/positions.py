@@ -23,6 +23,8 @@ class Positions:
         generation: grows with each load and each iteration, which end those begun before.
     """
 
+    unites_ranks = True  # each rank's state has its own shards, a checkpoint those of all
+
     def __init__(self, shards: Mapping[int, Shard], settings: Mapping[str, Any]) -> None:
         self._shards, self._settings = dict(shards), dict(settings)
         self._positions = dict.fromkeys(self._shards, Position())
