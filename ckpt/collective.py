@@ -89,13 +89,14 @@ def prepare_save(
         check_arguments(state_dict, url, planner)
         writer = make_writer()
         writer.use(ranks.progress)
+        writer.trusted_objects = () if options is None else options.trusted_objects
         values = dict(state_dict)
         if described is None:
             flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
             per_rank = () if options is None else options.per_rank
             values, writer.described = values_to_save(state_dict, per_rank, flattens=flattens)
             if options is not None and options.resume_check and flattens:
-                check_resumable(writer.described.parts, values)
+                check_resumable(writer.described.parts, values, options.trusted_objects)
             writer.described.parts.clear()  # a copy that is saved later must not keep the models
         else:
             writer.described = described

@@ -19,14 +19,19 @@ class SaveOptions:
         per_rank: names, `*` allowed, of values that are each rank's own: `["loader", "metrics.*"]`. Each rank
             gets its own back on the same number of ranks. `ckpt.per_rank` says the same of one part.
         resume_check: plan the save back before it begins, as a `CheckpointManager` does with its first one.
+        trusted_objects: names, `*` allowed, of objects that need to be unpickled as they were stored, and that your
+            loads are told to trust. Others that a load refuses are an error of a save that is planned back, and a
+            warning of any other. A manager's restore takes them from here too.
     """
 
     per_rank: Collection[str] = ()
     resume_check: bool = False
+    trusted_objects: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.per_rank, str) or not all(isinstance(name, str) for name in self.per_rank):
-            raise ConfigurationError(f"per_rank must be a list of names, not {self.per_rank!r:.100}")
+        for option, names in (("per_rank", self.per_rank), ("trusted_objects", self.trusted_objects)):
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise ConfigurationError(f"{option} must be a list of names, not {names!r:.100}")
 
 
 @dataclass(frozen=True)
