@@ -91,12 +91,13 @@ def prepare_save(
             check_options("options", options, SaveOptions)
         writer = make_writer()
         writer.use(ranks.progress)
+        writer.trusted_objects = () if options is None else options.trusted_objects
         return writer
 
     def finish() -> dict[str, Any]:
         if is_checked:
             assert writer.described is not None  # it is resolved by now
-            check_resumable(writer.described.parts, values)
+            check_resumable(writer.described.parts, values, writer.trusted_objects)
         if writer.described is not None:
             writer.described.parts.clear()  # a copy that is saved later must not keep the models
         if isinstance(writer, ModelWriter):

@@ -19,18 +19,23 @@ class SaveOptions:
         per_rank: names, `*` allowed, of values that are each rank's own: `["loader", "metrics.*"]`. Each rank
             gets its own back on the same number of ranks. `ckpt.per_rank` says the same of one part.
         resume_check: plan the save back before it begins, as a `CheckpointManager` does with its first one.
+        trusted_objects: names, `*` allowed, of objects that need to be unpickled as they were stored, and that your
+            loads are told to trust. Others that a load refuses are an error of a save that is planned back, and a
+            warning of any other. A manager's restore takes them from here too.
     """
 
     per_rank: Collection[str] = ()
     resume_check: bool = False
+    trusted_objects: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        given = self.per_rank
-        is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-        names = (*given,) if is_list else (None,)
-        if not all(isinstance(name, str) for name in names):
-            raise ConfigurationError(f"per_rank must be a list of names, not {given!r:.100}")
-        object.__setattr__(self, "per_rank", names)  # a generator gives its names once
+        for option in ("per_rank", "trusted_objects"):
+            given = getattr(self, option)
+            is_list = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+            names = (*given,) if is_list else (None,)
+            if not all(isinstance(name, str) for name in names):
+                raise ConfigurationError(f"{option} must be a list of names, not {given!r:.100}")
+            object.__setattr__(self, option, names)  # a generator gives its names once
         check_choice("resume_check", self.resume_check, True, False)
 
 

@@ -158,7 +158,7 @@ class CheckpointManager:
             initial: where to begin if the run has no checkpoint yet, with `latest-valid`: any that `ckpt.load` reads.
             strict: as in `ckpt.options.LoadOptions`; None takes all that the checkpoint has of the parts.
             options: of the load: `rename`, `on_shape`, `allow_casts`.
-            read_once: replicas read what they share once, as in `ckpt.load`.
+            trusted_objects, read_once: as in `ckpt.load`; the former default to those of `SaveOptions`.
             expect: the digest of the checkpoint, `sha256:...`. Another one that is chosen is refused, as by `ckpt.load`.
 
         Returns what was loaded; None if `latest-valid` is none, on record neither. Raises:
@@ -169,7 +169,8 @@ class CheckpointManager:
         self._settle()  # the save in flight is the newest one, or a step to be given up
         checked, wanted = self._made(state, parts, rng), step if isinstance(step, str) else _number(step)
         options = _with_strict(options, strict)
-        settings = {**self._load_options, "trusted_objects": trusted_objects, "read_once": read_once}
+        settings = {**self._load_options, "trusted_objects": self._saves.uploads.trust(trusted_objects)}
+        settings["read_once"] = read_once
         where = initial, self._ranks, self._saves
         restored = restore(checked, wanted, *where, options=options, expect=expect, load_options=settings)
         self._beginning.is_settled = True

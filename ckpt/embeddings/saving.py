@@ -186,7 +186,7 @@ class Tables:
                     check_options("options", chosen, SaveOptions)
                     values, begun.described = values_to_save(state_dict, chosen.per_rank)
                     if chosen.resume_check:
-                        check_resumable(begun.described.parts, values)
+                        check_resumable(begun.described.parts, values, chosen.trusted_objects)
                     begun.described.parts.clear()
                     begun.values = stager.stage(values) if is_async else values
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.parts import PartState, PlainValue
 from ckpt.state.rank_digests import GROUPS
+from ckpt.state.refused_values import local_enums, refusals
 from ckpt.state.state_parts import Part
 from ckpt.state.stored import StoredPart, StoredState, StoredValue
 from ckpt.state.structure import build, children, is_flattened, leaves, name_of
@@ -28,12 +29,15 @@ from ckpt.state.targets import Targets, shortened
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> None:
+def check_resumable(
+    parts: Mapping[str, Part], values: Mapping[str, Any], trusted: Collection[str] = ()
+) -> None:
     """Check that a program like this one restores what this rank is about to save: names, shapes, structure, groups.
 
     Args:
         parts: of the state, by name.
         values: what is saved of them, and what flattening loses.
+        trusted: names of objects that a load is told to trust.
 
     Raises ConfigurationError, which names what could not be restored.
     """
@@ -72,6 +76,13 @@ def check_resumable(parts: Mapping[str, Part], values: Mapping[str, Any]) -> Non
         raise ConfigurationError(_refused(error.message)) from None
     targets.settle_missing()
     faults = [*targets.faults, *_of_refused_classes(named)]
+    faults += (fault for text in texts.values() for fault in local_enums(text))
+    faults += (
+        fault
+        for name, path, leaf in named
+        if not isinstance(leaf, torch.Tensor) and path[0] != STRUCTURE
+        for fault in refusals(name, leaf, trusted)
+    )
     if targets.missing:
         faults.append(f"the program wants {shortened(targets.missing)}, which this save would not have")
     below = {value.name for name in parts for value in stored.part(name).values.values()}

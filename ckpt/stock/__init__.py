@@ -7,6 +7,7 @@ Each check stops an attack that the others let through:
 - `item_archive`: zip records that are compressed, overlap, or hide under a second name.
 - `pickle_limits`: an item that asks for memory or time without bound, which `weights_only` allows.
 - `safe_load`: `weights_only=True` for every object; DCP's planner gets our pickle of the result.
+- `standard_values`, `numpy_values`, `stand_ins`: plain values made by functions that check what they are given.
 - `payload_finder`: a tensor that does not lie inside its item.
 - `extensions`: compressed data that expands beyond the size that it may have.
 """

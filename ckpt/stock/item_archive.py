@@ -10,14 +10,15 @@ import itertools
 import re
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
 from ckpt.errors import FormatError
 from ckpt.stock.item_files import ItemFile
-from ckpt.stock.pickle_limits import check_torch_pickle
+from ckpt.stock.pickle_limits import Hash, check_torch_pickle
 from ckpt.torch_private import archive_reader
 
 _LOCAL_HEADER_BYTES = 30
@@ -29,8 +30,10 @@ _END, _LOCATOR, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 _LITTLE = (None, torch.serialization.LoadEndianness.LITTLE)
 
 
-def check_archive(file: ItemFile) -> Any:
+def check_archive(file: ItemFile, made: Mapping[str, Hash] = MappingProxyType({})) -> Any:
     """Return torch's reader of `file`, an archive whose records together are no larger than it.
+
+    `made`: as for `check_torch_pickle`.
 
     Raises FormatError if records are compressed, share bytes, or have names that torch never gives;
     UnsafeContent if its pickle names what pickling itself would call, or asks for far more than is
@@ -54,7 +57,7 @@ def check_archive(file: ItemFile) -> Any:
         raise FormatError("an archive whose records are compressed, or overlap")
     if reader.has_record("data.pkl"):
         data = reader.get_record("data.pkl")
-        check_torch_pickle(data, lambda key: size_of(f"data/{key}"))
+        check_torch_pickle(data, lambda key: size_of(f"data/{key}"), made)
     return reader
 
 

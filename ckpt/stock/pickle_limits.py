@@ -15,7 +15,7 @@ import pickletools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckpt.errors import UnsafeContent
 from ckpt.format.planner_data import HASH_MODULUS
@@ -30,6 +30,12 @@ _MAX_UNKNOWN_KEYS = 20_000
 _MAX_KEY_DEPTH = 32
 _TENSOR_SIZE = 256
 """Of a tensor without its elements: five bytes of a pickle can make one more from the same arguments."""
+_VALUE_SIZE = 128
+"""Of a small object, such as a date, likewise."""
+Hash = Literal["own", "chosen", "none"]
+"""How the hash of a value comes about: as nobody can foresee, or as the pickle's author likes; none may be asked for."""
+_PLAIN, _UNKNOWN, _CHOSEN = "plain", "unknown", "chosen"
+"""Kinds of keys."""
 
 _PICKLE_HOOKS = frozenset(
     {"__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
@@ -37,14 +43,15 @@ _PICKLE_HOOKS = frozenset(
 """An instance with such an attribute would be pickled by it."""
 
 
-def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int]) -> None:
+def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int], made: Mapping[str, Hash]) -> None:
     """Refuse `data` unless loading it takes at most a small multiple of its size and of its storages.
 
-    `storage_bytes` returns the size of a storage's record by its key. Raises UnsafeContent if it
+    `storage_bytes` returns the size of a storage's record by its key. `made` are names beyond torch's own whose values
+    are made here, of arguments that are checked then, and how their hashes come about. Raises UnsafeContent if it
     asks for more, or for what torch's pickles never have, and any exception if it is damaged.
     """
     with contextlib.suppress(_Refused):
-        _Walk(storage_bytes, _MAX_GROWTH * len(data) + _SLACK).run(data)
+        _Walk(storage_bytes, _MAX_GROWTH * len(data) + _SLACK, made).run(data)
 
 
 class _Refused(Exception):
@@ -72,12 +79,14 @@ class _Made:
         elements: of a storage.
         chosen: items of a list whose hashes the pickle's author can choose; few lists have any.
         hashes: of such keys of a dict.
+        hashing: how its own hash comes about, of a value that is made here.
     """
 
     size: int
     elements: int = 0
+    hashing: Hash = "own"
     chosen: list[Any] | None = None
-    hashes: Counter[int | None] | None = None
+    hashes: Counter[int | str] | None = None
 
 
 _PUSH_THEIR_ARGUMENT = frozenset(
@@ -88,8 +97,8 @@ _PUSH_THEIR_ARGUMENT = frozenset(
 class _Walk:
     """Carries out the opcodes that torch's own unpickler knows, on inert values."""
 
-    def __init__(self, storage_bytes: Callable[[str], int], max_size: int) -> None:
-        self._storage_bytes = storage_bytes
+    def __init__(self, storage_bytes: Callable[[str], int], max_size: int, made: Mapping[str, Hash]) -> None:
+        self._storage_bytes, self._made = storage_bytes, made
         self._left = max_size
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
@@ -181,26 +190,30 @@ class _Walk:
         _require(isinstance(container, _Made), "that fills something that is not a list or dict")
         return container  # type: ignore[no-any-return]
 
-    def _check_keys(self, hashes: Counter[int | None], keys: Iterable[Any]) -> None:
+    def _check_keys(self, hashes: Counter[int | str], keys: Iterable[Any]) -> None:
         """Refuse many keys of one hash: their author can choose them so, and nest them deeper than the stack."""
         for key in keys:
-            hashed = hash(key) if self._is_plain(key) else None
+            kind = self._kind(key)
+            hashed = hash(key) if kind == _PLAIN else kind
             hashes[hashed] += 1
-            limit = _MAX_SAME_HASH if hashed is not None else _MAX_UNKNOWN_KEYS
+            limit = _MAX_UNKNOWN_KEYS if kind == _UNKNOWN else _MAX_SAME_HASH
             _require(hashes[hashed] <= limit, "with very many keys of one hash in a dict or set")
 
-    def _is_plain(self, key: Any) -> bool:
-        """Tell whether a key's hash is known here: that of a call's result is not."""
-        plain, todo = True, [(key, 0)]
+    def _kind(self, key: Any) -> str:
+        """Tell whether a key's hash is known here: that of a call's result is not, and may be a chosen one."""
+        kind, todo = _PLAIN, [(key, 0)]
         while todo:
             value, depth = todo.pop()
             if type(value) is tuple:
                 self._charge(1 + len(value))  # one tuple can be part of many
                 _require(depth < _MAX_KEY_DEPTH, "with very deep tuples as keys")
                 todo += [(item, depth + 1) for item in value]
-            elif isinstance(value, _Made | _Global):
-                plain = False
-        return plain
+            elif isinstance(value, _Made) and value.hashing != "own":
+                _require(value.hashing == "chosen", "with a key that is a named tuple")
+                kind = _CHOSEN
+            elif isinstance(value, _Made | _Global) and kind == _PLAIN:
+                kind = _UNKNOWN
+        return kind
 
     # -- what allocates --------------------------------------------------------------------------------
 
@@ -217,13 +230,16 @@ class _Walk:
             self._stack.append(_VALUES[function.name](arguments))
             return
         check = _CALLS.get(function.name)
+        if function.name in self._made:
+            self._charge(_VALUE_SIZE)
+            check = _of_list if function.name == "builtins.frozenset" and arguments else None
         if check is not None:
             check(arguments)
         else:  # the caller declared it safe
             _require(function.name not in allowed_globals(), f"that calls {function.name[:80]}")
         if check is _of_list:
             self._check_keys(Counter(), (item for argument in arguments for item in argument.chosen or ()))
-        self._stack.append(_Made(size))
+        self._stack.append(_Made(size, hashing=self._made.get(function.name, "own")))
 
     def _build(self) -> None:
         state = self._stack.pop()
@@ -266,6 +282,8 @@ def _require_call(function: Any, arguments: Any) -> None:
 def _has_chosen_hash(value: Any) -> bool:
     """Tell whether the pickle's author can choose many values of this kind with one hash."""
     kind = type(value)
+    if kind is _Made:
+        return value.hashing != "own"  # type: ignore[no-any-return]
     return kind in (tuple, complex) or (kind is int and abs(value) >= HASH_MODULUS)
 
 

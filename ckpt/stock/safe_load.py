@@ -8,22 +8,25 @@ import pickle
 import pickletools
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ckpt.errors import FormatError, UnsafeContent
+from ckpt.errors import CheckpointError, FormatError, UnsafeContent
 from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import MemoryFile
+from ckpt.stock.pickle_limits import Hash
 from ckpt.stock.pickle_names import is_safe, name_of_today
+from ckpt.stock.stand_ins import made_real
+from ckpt.stock.standard_values import INERT, hash_of, maker_of
+from ckpt.torch_private import archive_reader
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
 _REASONS = ("Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:")
 _GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _SEARCHED_BYTES = 64 << 10
-_SHOWN_BYTES = 100
 _LOCAL_HEADER_BYTES = 30
 
 _lock = threading.Lock()
@@ -41,7 +44,7 @@ def safe_object(
     """
     value = safe_value(file, fqn=fqn, url=url, key=key)
     see(value)
-    safe = _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
+    safe = _bounded(file)
     try:
         torch.save(value, safe)
     except Exception as error:
@@ -72,17 +75,27 @@ def refused_names(pickled: memoryview) -> set[str]:
     """Search the begin of an object's pickle for names that a load may refuse; texts may look like some."""
     pairs = _GLOBAL.findall(pickled[:_SEARCHED_BYTES])
     names = {name_of_today(module.decode(), name.decode()) for module, name in pairs}
-    return {name for name in names - _INERT.keys() if not is_safe(name)}
+    return {name for name in names if not is_safe(name)}
 
 
 def surely_refused_names(pickled: memoryview) -> set[str]:
     """List the names that a load will refuse in the begin of an object's pickle; reads no element of its tensors."""
+    return set(unknown_names(_names(bytes(_record(pickled)[:_SEARCHED_BYTES]))))
+
+
+def unknown_names(names: Iterable[str]) -> Iterator[str]:
+    """List the names for which a load makes nothing."""
+    return (name for name in names if not is_safe(name) and maker_of(name) is None)
+
+
+def _names(pickled: bytes) -> set[str]:
+    """List the classes and functions that a pickle names; it may be cut."""
     names: set[str] = set()
-    with contextlib.suppress(ValueError, IndexError):  # it is cut
-        for opcode, argument, _ in pickletools.genops(bytes(_record(pickled)[:_SEARCHED_BYTES])):
+    with contextlib.suppress(ValueError, IndexError):
+        for opcode, argument, _ in pickletools.genops(pickled):
             if opcode.name == "GLOBAL":
                 names.add(name_of_today(*str(argument).split(" ", 1)))
-    return {name for name in names - _INERT.keys() if not is_safe(name)}
+    return names
 
 
 def _record(archive: memoryview) -> memoryview:
@@ -91,15 +104,17 @@ def _record(archive: memoryview) -> memoryview:
     return archive[_LOCAL_HEADER_BYTES + name_bytes + extra_bytes :]
 
 
-def is_refused(pickled: memoryview) -> bool:
-    """Tell whether a load will refuse this pickle of an object, which was made here."""
+def load_fault(pickled: memoryview) -> str | None:
+    """Tell why a load will not return this pickle of an object, which was made here; None if it will."""
     try:
         _load_checked(MemoryFile(pickled))
-    except (pickle.UnpicklingError, UnsafeContent):
-        return True
-    except Exception:  # it is another kind of error
-        return False
-    return False
+    except pickle.UnpicklingError as error:
+        return reason(error)
+    except CheckpointError as error:
+        return error.message
+    except Exception as error:
+        return first_line(error)
+    return None
 
 
 def fault_for_torch(value: Any) -> str | None:
@@ -127,51 +142,32 @@ def _load(file: MemoryFile, fqn: str, url: str, key: str, unsafe: str, advice: s
 
 def _load_checked(file: MemoryFile) -> Any:
     try:
-        return _load_safe(file)
+        return _load_safe(file, {})
     except pickle.UnpicklingError:
+        makers = _makers(file)
+        if not makers:
+            raise
         # torch keeps such a rule for all threads until it is taken back.
-        with _lock, torch.serialization.safe_globals([(make, name) for name, make in _INERT.items()]):
-            return _load_safe(file)
+        with _lock, torch.serialization.safe_globals([(make, name) for name, make in makers.items()]):
+            value = _load_safe(file, {name: hash_of(name, make) for name, make in makers.items()})
+        # A file in memory is shown by its bytes where it is the only one.
+        return value if makers.keys() <= INERT.keys() else made_real(value, lambda: _bounded(file))
 
 
-def _load_safe(file: MemoryFile) -> Any:
+def _makers(file: MemoryFile) -> dict[str, Callable[..., Any]]:
+    """Return what makes the values of names in a pickle beyond torch's safe types; few names, as torch looks at each."""
     file.seek(0)
-    check_archive(file)
+    reader = archive_reader(file)
+    names = _names(reader.get_record("data.pkl")) if reader.has_record("data.pkl") else ()
+    made = {name: maker_of(name) for name in names if not is_safe(name)}
+    return {name: make for name, make in made.items() if make is not None}
+
+
+def _load_safe(file: MemoryFile, made: Mapping[str, Hash]) -> Any:
+    file.seek(0)
+    check_archive(file, made)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-
-
-class _InertFile(io.BytesIO):
-    """An `io.BytesIO` of a pickle, and pickled as one: nothing but bytes and a position within them."""
-
-    def __setstate__(self, state: Any) -> None:
-        # A tuple alone: the walk over the pickle counts what is in it.
-        data, position, attributes = state if type(state) is tuple and len(state) == 3 else (None, 0, None)
-        is_inert = type(data) is bytes and type(position) is int and not attributes
-        if not is_inert or not 0 <= position <= len(data or b""):
-            raise pickle.UnpicklingError("an io.BytesIO with more than bytes and a position in them")
-        self.write(data or b"")
-        self.seek(position)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return io.BytesIO, (), (self.getvalue(), self.tell(), None)
-
-    def __repr__(self) -> str:
-        data = self.getvalue()
-        more = "..." if len(data) > _SHOWN_BYTES else ""
-        return f"BytesIO({data[:_SHOWN_BYTES]!r}{more})"
-
-
-_InertFile.__name__ = "BytesIO"  # as users see it
-
-
-def _no_bytes() -> bytes:
-    """Make `b""`, which protocol 2 of pickle writes as a call."""
-    return b""
-
-
-_INERT: Mapping[str, Callable[[], Any]] = {"_io.BytesIO": _InertFile, "builtins.bytes": _no_bytes}
-"""What loads beyond torch's safe types, in place of what a pickle names."""
 
 
 def _unreadable(error: Exception, fqn: str, url: str, key: str) -> FormatError:
@@ -193,11 +189,17 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
+def _bounded(file: MemoryFile) -> _Bounded:
+    """Make a file for what is pickled of an object in `file`."""
+    return _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
+
+
 def reason(error: Exception) -> str:
     """Cut torch's message to its heart: the rest is a screen of advice for another interface."""
     text = str(error)
     begin = next((text.index(reason) for reason in _REASONS if reason in text), 0)
-    return text[begin:].split("\n")[0].split(". Please")[0][:200].strip()
+    text = text[begin:].removeprefix(_REASONS[-1]).strip()
+    return text.split("\n")[0].split(". Please")[0][:200].strip()
 
 
 def first_line(error: Exception) -> str:

@@ -114,6 +114,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Whether a plan may say less than DCP's: which items to write, and no more."""
 
     stamp = NO_STAMP  # of the run that it saves for
+    trusted_objects: Collection[str] = ()  # names of which no warning is needed
     described: Any = None  # by `ckpt.save` and the manager: what the values of the state are
     _own_memory = True
     _is_model = False
@@ -299,7 +300,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         files = RankFiles(self._store, self._objects, self._pool, pace, numbered=self._numbered)
         with no_gc():
             tensors, others = tensor_entries(plan.items, planner, self._known_plain())
-        objects = _put_pickled(files, others, planner, self.checkpoint_id)
+        objects = _put_pickled(files, others, planner, self.checkpoint_id, self.trusted_objects)
         wanted = self._files_per_rank
         if wanted is None:
             wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
@@ -361,18 +362,20 @@ def _timed(results: Sequence[WriteResult], began_at_s: float) -> list[WriteResul
     return [replace(each, storage_data=replace(each.storage_data, write_ms=write_ms)) for each in results]
 
 
-def _put_pickled(files: RankFiles, items: Sequence[WriteItem], planner: SavePlanner, url: str) -> list[Entry]:
+def _put_pickled(
+    files: RankFiles, items: Sequence[WriteItem], planner: SavePlanner, url: str, trusted: Collection[str]
+) -> list[Entry]:
     """Write pickled objects batch by batch, as they take memory of this library's; return the last batch, unwritten."""
     objects: list[Entry] = []
     objects_bytes = 0
-    refused = RefusedObjects()
+    refused = RefusedObjects(url, trusted)
     for entry in pickled_entries(items, planner, refused.look):
         if objects and objects_bytes + entry.length > _OBJECT_BATCH_BYTES:
             files.put([objects])
             objects, objects_bytes = [], 0
         objects.append(entry)
         objects_bytes += entry.length
-    refused.warn(url)
+    refused.warn()
     return objects
 
 

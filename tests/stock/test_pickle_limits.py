@@ -8,7 +8,6 @@ import functools
 import io
 import pickle
 import re
-import struct
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.pickles import archive, call, name, number, text
 from support.states import quantized, random_tensor
 from support.tiers import examples
 
@@ -29,38 +29,9 @@ from ckpt.stock.pickle_limits import _PICKLE_HOOKS
 from ckpt.stock.safe_load import safe_object
 
 
-def archive(pickled: bytes, **storages: bytes) -> bytes:
-    """A `torch.save` archive with any pickle in it."""
-    file = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(file)
-    records = {"data.pkl": pickled, "byteorder": b"little"}
-    records |= {f"data/{key[1:]}": data for key, data in storages.items()}
-    for name, data in records.items():
-        writer.write_record(name, data, len(data))
-    writer.write_end_of_file()
-    return file.getvalue()
-
-
 def load(data: bytes) -> Any:
     safe = safe_object(MemoryFile(data), fqn="o", url="u", key="k")
     return torch.load(safe, weights_only=False)
-
-
-def name(full: str) -> bytes:
-    module, _, attribute = full.rpartition(".")
-    return f"c{module}\n{attribute}\n".encode()
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
-
-
-def number(value: int) -> bytes:
-    return b"\x8a\x0a" + value.to_bytes(10, "little", signed=True)
-
-
-def call(function: str, *arguments: bytes) -> bytes:
-    return name(function) + b"(" + b"".join(arguments) + b"tR"
 
 
 def storage(elements: int, kind: str = "torch.FloatStorage") -> bytes:

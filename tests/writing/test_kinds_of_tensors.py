@@ -202,9 +202,9 @@ def parts_of(tensor: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_before() -> Iterator[None]:
-    refused_objects._known.clear()
+    refused_objects._looked_at.clear()
     yield
-    refused_objects._known.clear()
+    refused_objects._looked_at.clear()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -275,7 +275,7 @@ def test_a_large_tensor_of_an_undeclared_class_is_named(
             32,
         )
         for state in ({"large": large}, {"small": _quantized(Quantized, torch.float8_e4m3fn, 1)}):
-            refused_objects._known.clear()
+            refused_objects._looked_at.clear()
             caplog.clear()
             (name,) = state
             ckpt.save(state, tmp_path / name)

@@ -18,6 +18,7 @@ import torch
 from ckpt.api import load
 from ckpt.errors import ConfigurationError, LoadFailed, NotFound
 from ckpt.format.names import step_of
+from ckpt.options import ManagerOptions, SaveOptions
 from ckpt.ranks.group import Ranks
 from ckpt.tools.ls import list_checkpoints
 from ckpt.trainer_integration.adapters.host import require_host
@@ -91,6 +92,7 @@ class CheckpointManager(TitanManager):
             async_mode=_UPLOADS[config.async_mode],
             preflight=not config.load_only,
             storage_options=self._options,
+            options=ManagerOptions(save_options=SaveOptions(trusted_objects=self._trusted)),
         )
 
     @torch.no_grad()

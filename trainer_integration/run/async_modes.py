@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -81,6 +81,12 @@ class Uploads:
         if self.mode == "process":
             check_main_guard()
 
+    def trust(self, names: Collection[str]) -> Collection[str]:
+        """Return the names of objects that a restore trusts: these, or those of the options; later saves know of them."""
+        if names:
+            self.save_options = replace(self.save_options, trusted_objects=names)
+        return self.save_options.trusted_objects
+
     def provide(self) -> None:
         """Make memory ready for the first copy, while training goes on; nothing if no restore has told its size."""
         own = self._stager if self.mode == "process" else stager
@@ -145,8 +151,9 @@ class Uploads:
         def prepare() -> tuple[CheckpointWriter, dict[str, Any]]:
             writer = CheckpointWriter(url, tags=tags, **self.options)
             values, writer.described = values_to_save(state, options.per_rank)
+            writer.trusted_objects = options.trusted_objects
             if options.resume_check:
-                check_resumable(writer.described.parts, values)
+                check_resumable(writer.described.parts, values, options.trusted_objects)
             return writer, values
 
         with same_failure(SaveFailed, place, self.ranks):  # on all ranks or none: DCP waits for all
