@@ -14,6 +14,7 @@ from ckpt.cli.options import Expect, Json, StorageOptions, Url, parse_storage_op
 from ckpt.cli.printing.outline import Row, natural, outline, pattern
 from ckpt.cli.printing.output import MAX_LINES, Output, command, table
 from ckpt.errors import CheckpointError
+from ckpt.format.fqns import STRUCTURE
 from ckpt.words import count, shown, size, tags_text
 
 if TYPE_CHECKING:
@@ -143,7 +144,9 @@ def _print(output: Output, checkpoint: OpenCheckpoint, depth: int | None, everyt
     inspection = describe(checkpoint.store.url, checkpoint.parts)
     entries: list[TensorInfo | ObjectInfo] = [*inspection.tensors.values(), *inspection.objects.values()]
     limit = None if everything else _MAX_ROWS if depth is None else _MAX_DEEP_ROWS
-    named = ((info.fqn, _kind(info), info) for info in entries)
+    # Notes of structure are no part of the state: `--all` shows them.
+    shown_entries = [each for each in entries if everything or not each.fqn.startswith(f"{STRUCTURE}.")]
+    named = ((info.fqn, _kind(info), info) for info in shown_entries)
     top = outline(named, max_rows=limit, depth=depth, fold=not everything)
     lines = list(top.lines())
     values, problem = _values(checkpoint, [row for _, row in lines if row is not None and row.is_leaf])

@@ -132,7 +132,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         if not self._as_dcp:
             others = self.targets.stored.names.keys() - self.targets.asked
             text += _advice(self.missing, others)
-            text += f"; strict=False {'loads the rest' if self.missing else 'leaves them out'}"
+            text += "; strict=False loads the rest" if self.missing else "; strict=False leaves them out"
         raise LoadFailed(text)
 
     def live(self) -> dict[str, Any]:
