@@ -200,9 +200,7 @@ class PlainValue:
         return self._live
 
     def structures(self, value: Any, name: str) -> dict[Path, Structure]:
-        # A dict that begins empty has no tensors that would say how those of its own are sharded.
-        notes_tensors = self.kind == "value"
-        structure = structure_of(value, name, with_tensors=notes_tensors) if is_flattened(value) else {}
+        structure = structure_of(value, name) if is_flattened(value) else {}
         return {(): structure} if structure else {}
 
     def plan(self, part: StoredPart, targets: Targets) -> None:

@@ -27,7 +27,7 @@ _have_saved: set[tuple[str | int, ...]] = set()
 _noted_buffers: set[str] = set()
 
 _BY_LAYOUT = ("loader", "part", "value")
-_OF_ONE = ("buffer", "part", "value")
+_OF_ONE = ("buffer", "part")  # of plain values, replicas are compared when they are written
 _NOTHING: Any = object()
 
 

@@ -51,6 +51,16 @@ def _train(rank: int, world: int, folder: str, nodes: str, steps: list[int]) -> 
         return manager.wait_durable(60)
 
 
+def _train_from(rank: int, world: int, folder: str, nodes: str, begun: int, steps: list[int]) -> None:
+    with ckpt.CheckpointManager(
+        f"{folder}/durable", save=1, local=f"{folder}/node{nodes[rank]}", preflight=False
+    ) as manager:
+        assert manager.restore(state_of(world, 0), step=begun)
+        for step in steps:
+            manager.step(step, state_of(world, step))
+        manager.wait_durable(60)
+
+
 def _restore(rank: int, world: int, folder: str, nodes: str) -> tuple[int, dict[str, float]]:
     events: list[Event] = []
     state = state_of(world, 0)
@@ -209,7 +219,7 @@ def test_a_file_that_is_too_short_on_another_node(trained: Path) -> None:
 def test_a_stale_node(trained: Path) -> None:
     """A node that comes back with files of a save that was made again since."""
     shutil.copytree(trained / "node3", trained / "stale")
-    run_ranks(4, _train, 4, str(trained), "0123", [2, 3])
+    run_ranks(4, _train_from, 4, str(trained), "0123", 1, [2, 3])
     shutil.rmtree(trained / "node3")
     (trained / "stale").rename(trained / "node3")
     assert restored(trained)[0] == 3
