@@ -32,7 +32,7 @@ from ckpt.reading.parcels import part_bytes
 from ckpt.save_plans.exchange import FEW_RANKS as FEW_RANKS_THAT_TELL
 from ckpt.save_plans.receipt_messages import ReceiptStep, message_of
 from ckpt.state.rank_agreement import Compared
-from ckpt.state.rank_digests import GROUPS
+from ckpt.state.rank_digests import GROUPS, PLACED
 from ckpt.transfer import fetcher
 from ckpt.transfer.pieces import Piece
 from ckpt.transfer.read_requests import plan_requests
@@ -191,8 +191,10 @@ class Simulation:
         if isinstance(own, Outcome):
             return Outcome.of(rank, next(iter(own.calls)), None)
         stage = rank // self.others.stage_size
-        if stage and isinstance(own, Mapping) and GROUPS in own:  # of other names, by kind
-            return {kind: found if kind == GROUPS else hash((found, stage)) for kind, found in own.items()}
+        if stage and isinstance(own, Mapping) and (GROUPS, 0, 0) in own:  # of other names, by kind
+            return {_of_stage(key, stage): found for key, found in own.items()}
+        if stage and isinstance(own, Mapping) and own and all(isinstance(key, int) for key in own):
+            return {number ^ stage: names ^ stage for number, names in own.items()}
         if stage and isinstance(own, Compared):
             return Compared({number ^ stage: found for number, found in own.digests.items()}, {})
         if self.question == "_ask":
@@ -306,6 +308,12 @@ def _noting(job: Simulation, find: Callable[..., Any]) -> Callable[..., Any]:
         return find(replicas, own)
 
     return run
+
+
+def _of_stage(key: Any, stage: int) -> Any:
+    """Return the key of another stage in place of this one's: it has other names, at places of its own."""
+    kind, names, places = key
+    return (kind, names ^ stage, places ^ stage) if kind in PLACED else key
 
 
 def _asking(job: Simulation, question: str) -> Callable[..., Any]:

@@ -240,6 +240,7 @@ def test_ranks_of_one_tensor_parallel_group_save_a_shard_once(tmp_path: Path, fi
     saved = run_ranks(4, _tensor_parallel, str(tmp_path / "c"), str(file))
     assert saved[0] == saved[1] != saved[2] == saved[3]
     names = list(dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata)
+    names.remove("ckpt_structure.loader")
     assert sorted(names) == sorted([f"loader.shards.data.{n:06d}" for n in range(24)] + ["loader.settings"])
     loader = loader_of(file, 0)
     ckpt.load({"loader": loader}, tmp_path / "c")
