@@ -30,7 +30,6 @@ from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.state.rank_agreement import agree_on_values
 from ckpt.state.resume_check import check_resumable
 from ckpt.state.state_parts import Description, put_back, values_of, values_to_save
-from ckpt.state.stored import structure_names
 from ckpt.writing.background import Background
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
@@ -244,7 +243,7 @@ def load_by(
                 if shared is not None and (ranks.rank != 0 or open_together is not None):
                     reader.adopt(shared)
                 is_noted = by_parts is not None and shared is not None
-                names = structure_names(reader.opened().metadata) if is_noted else []
+                names = by_parts.read_before(reader.opened().metadata) if by_parts and is_noted else []
                 return names, {} if names else targets({})
 
             if by_parts is not None and by_parts.records:

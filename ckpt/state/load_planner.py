@@ -28,7 +28,7 @@ from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.per_rank import PerRank, own_part, rank_and_world_size
 from ckpt.state.random_state import RandomState
 from ckpt.state.state_parts import Part, each_part, model_of, part_of, sorted_names
-from ckpt.state.stored import StoredPart, StoredState, rename_by
+from ckpt.state.stored import StoredPart, StoredState, rename_by, structure_names
 from ckpt.state.targets import Region, Targets, shortened
 from ckpt.torch_private import ShardedTensor, flatten_sharded_tensors
 from ckpt.words import printable
@@ -89,9 +89,19 @@ class StateLoadPlanner(DefaultLoadPlanner):
             _logger.warning("the checkpoint lacks %s", shortened(self.missing))
         return self.targets.values
 
-    def plan_dry(self, state_dict: dict[str, Any], metadata: Metadata, texts: Mapping[str, Any]) -> None:
-        """Compare names alone: nothing is going to be loaded."""
-        self._plan(state_dict, metadata, texts, is_dry=True)
+    def read_before(self, metadata: Metadata) -> list[str]:
+        """List the objects that are read before the plan: what flattening lost. Most checkpoints have none."""
+        return structure_names(metadata)
+
+    def plan_dry(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata,
+        texts: Mapping[str, Any],
+        objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compare names alone: nothing is going to be loaded. `objects` were read before."""
+        self._plan(state_dict, metadata, texts, is_dry=True, objects=objects)
 
     def _plan(
         self,
@@ -100,10 +110,11 @@ class StateLoadPlanner(DefaultLoadPlanner):
         texts: Mapping[str, Any],
         *,
         is_dry: bool = False,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         self.metadata = metadata
         stored = StoredState.of(metadata, texts, rename_by(self.options.rename))
-        self._targets = targets = Targets(self.options, stored, is_dry=is_dry)
+        self._targets = targets = Targets(self.options, stored, is_dry=is_dry, objects=objects or {})
         self._parts = _parts_of(state_dict, stored)
         plan_parts(self._parts, targets)
         targets.settle_missing()

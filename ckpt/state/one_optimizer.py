@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import defaultdict
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.format.fqns import Path
 from ckpt.state import flat_parameters
 from ckpt.state.model_state import ModelState
@@ -220,6 +221,11 @@ class OneOptimizer:
         _apply(self.optimizer, {STATE: states, GROUPS: packed, **more})
 
     # -- certificates --------------------------------------------------------------------------------------
+
+    def match(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Find the stored groups, to compare their options; other groups than those of the program have none."""
+        with contextlib.suppress(LoadFailed):
+            self._homes = homes_of(self.names_by_group(), groups, self._model)
 
     def live(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state by the stored names of the last load; what was not stored by those of a save."""

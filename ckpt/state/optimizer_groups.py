@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.errors import LoadFailed
+from ckpt.format.fqns import paths_of
 from ckpt.state.canonical_names import without_wrappers
 from ckpt.state.model_state import ModelState
 from ckpt.state.stored import StoredPart
@@ -105,10 +107,38 @@ def stored_groups(
     above = f"{part.name}.{STATE}."
     for group in groups:
         names = group.get(PARAMS, ())
-        group[PARAMS] = [
-            renamed(above + name).removeprefix(above) if isinstance(name, str) else name for name in names
-        ]
+        group[PARAMS] = [_renamed(name, above, renamed) for name in names]
     return groups
+
+
+def names_in_groups(metadata: Metadata) -> list[str]:
+    """List the stored names of the objects that hold the names of each group's parameters."""
+    paths = paths_of(metadata.planner_data)
+    return sorted(
+        name
+        for name in metadata.state_dict_metadata
+        if len(path := paths.get(name, ())) == 4 and (path[1], path[3]) == (GROUPS, PARAMS)
+    )
+
+
+def parameters_of_groups(
+    part: StoredPart, objects: Mapping[str, Any], renamed: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    """Return the names that the parameters of each stored group have in the program; nothing if they were not read."""
+    stored = part.below((GROUPS,))
+    found = {path[0]: objects.get(value.name) for path, value in stored.items() if path[1:] == (PARAMS,)}
+    above = f"{part.name}.{STATE}."
+    groups = []
+    for number in range(len(found)):
+        names = found.get(number)
+        if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
+            return []
+        groups.append({PARAMS: [_renamed(name, above, renamed) for name in names]})
+    return groups
+
+
+def _renamed(name: Any, above: str, renamed: Callable[[str], str]) -> Any:
+    return renamed(above + name).removeprefix(above) if isinstance(name, str) else name
 
 
 def _common_options(groups: Sequence[Mapping[str, Any]], names: Sequence[Name]) -> dict[str, Any]:

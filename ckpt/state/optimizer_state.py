@@ -24,6 +24,7 @@ from ckpt.state.optimizer_groups import (
     STATE,
     Name,
     homes_of,
+    parameters_of_groups,
     stored_groups,
     stored_names,
 )
@@ -142,6 +143,9 @@ class OptimizerState:
                 _replace(each.optimizer, targets.replaced)
             for each in self._optimizers:
                 each.plan(part, stored, targets)
+            if groups := parameters_of_groups(part, targets.objects, self._renamed):
+                for each in self._optimizers:
+                    each.match(groups)
 
     def take(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was loaded."""

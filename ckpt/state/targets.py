@@ -6,7 +6,7 @@ import bisect
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,7 @@ class Targets:
         options: of the load.
         stored: what the checkpoint holds.
         is_dry: nothing is loaded: only names, shapes and structure are compared.
+        objects: of a dry plan, objects that were read before it, by stored name.
         values: target tensors by stored name, and None for objects, which the load replaces.
         asked: stored names that have a place in the program.
         missing: names that only the program has.
@@ -76,6 +77,7 @@ class Targets:
     options: LoadOptions
     stored: StoredState
     is_dry: bool = False
+    objects: Mapping[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)

@@ -31,6 +31,8 @@ from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
 from ckpt.reading.reader import CheckpointReader
 from ckpt.state.load_planner import StateLoadPlanner
+from ckpt.state.optimizer_groups import names_in_groups
+from ckpt.state.stored import structure_names
 from ckpt.tools.certificate import Certificate, certificate_of
 from ckpt.tools.live_compare import local_chunks
 from ckpt.transfer.tensor_memory import plain
@@ -96,8 +98,14 @@ class _Planner(StateLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata, texts: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the state itself, by stored names."""
-        self.plan_dry(state_dict, metadata, texts)
+        notes = {*structure_names(metadata)}
+        objects = {name: value for name, value in texts.items() if name not in notes}
+        self.plan_dry(state_dict, metadata, {name: texts[name] for name in notes}, objects)
         return self.live()
+
+    def read_before(self, metadata: Metadata) -> list[str]:
+        """List the names of parameters in groups too: they say which group of an optimizer is which."""
+        return [*super().read_before(metadata), *names_in_groups(metadata)]
 
     def put_back(self) -> None:
         """Leave the state as it is."""

@@ -208,6 +208,9 @@ def test_a_certificate_looks_at_the_groups(tmp_path: Path) -> None:
         assert restored is not None
         change(again)
         found = restored.certificate
+        state = training_state(model=fresh, optimizer=again, rng=False)
+        read_again = ckpt.ops.certify(state, tmp_path / "step-00000001")
+        assert (read_again.different, read_again.missing) == (found.different, found.missing)
         return {*found.different, *found.missing}
 
     name = "optimizer.param_groups"
