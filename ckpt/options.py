@@ -45,8 +45,8 @@ class LoadOptions:
 
     Attributes:
         strict: None takes all that the checkpoint has below the names that were asked for; a name that only the
-            program has, or that has no place in the program, is an error that lists all of them. True refuses any
-            difference in structure too. False loads what both have, and warns of the rest.
+            program has, or that has no place in the program, is an error that lists all of them. True wants the
+            stored keys in dicts of plain values too; what has a `state_dict` gets what was saved in any case. False loads what both have, and warns of the rest.
         rename: from names in the checkpoint to names in the program: a function, or a mapping of prefixes,
             such as `{"model.module.": "model."}`.
         on_shape: a tensor has another shape in the program: an `error`, or `resize`: their common part is

@@ -92,12 +92,7 @@ class _PartValues:
             targets.missing += [name_of((self._name, *path)) for path in known]
             if not known:
                 targets.notes.append(f"the checkpoint has nothing of {self._name!r}")
-        is_strict = targets.options.strict is True
-        if is_strict and stored:
-            targets.missing += [name_of((self._name, *path)) for path in known if path not in stored]
         for path, value in stored.items():
-            if is_strict and path not in known:
-                continue  # left over
             self._asked[path] = value
             if value.shape is None:
                 targets.object(value)

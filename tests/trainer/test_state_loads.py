@@ -167,8 +167,10 @@ def test_what_is_taken_of_a_part_and_of_a_dict(tmp_path: Path) -> None:
     ckpt.load(loose, tmp_path, options=LoadOptions(strict=False))
     assert loose["d"] == {"a": 1, "z": 3}
     assert loose["t"]["x"].tolist() == [1.0, 1.0]
-    for target in ({"p": Part({"a": 0})}, {"p": Part({"a": 0, "b": 0, "z": 0})}):
-        with pytest.raises(LoadFailed, match=r"p\.[bz]"):
+    ckpt.load({"p": part}, tmp_path, options=LoadOptions(strict=True))
+    assert part.value == {"a": 1, "b": 2}
+    for target in ({"d": {"a": 0}}, {"d": {"a": 0, "b": 0, "z": 0}}):
+        with pytest.raises(LoadFailed, match=r"d\.[bz]"):
             ckpt.load(target, tmp_path, options=LoadOptions(strict=True))
 
 
