@@ -14,7 +14,6 @@ from ckpt.cli.options import Expect, Json, StorageOptions, Url, parse_storage_op
 from ckpt.cli.printing.outline import Row, natural, outline, pattern
 from ckpt.cli.printing.output import MAX_LINES, Output, command, table
 from ckpt.errors import CheckpointError
-from ckpt.format.fqns import STRUCTURE
 from ckpt.words import count, shown, size, tags_text
 
 if TYPE_CHECKING:
@@ -139,6 +138,7 @@ def _tensor(info: TensorInfo, *, with_slices: bool) -> dict[str, Any]:
 
 
 def _print(output: Output, checkpoint: OpenCheckpoint, depth: int | None, everything: bool) -> None:
+    from ckpt.format.fqns import STRUCTURE
     from ckpt.tools.inspect import describe
 
     inspection = describe(checkpoint.store.url, checkpoint.parts)
