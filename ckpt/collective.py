@@ -118,7 +118,8 @@ def prepare_save(
                 call, lambda: values_to_save(state_dict, per_rank, flattens=flattens)
             )
         else:
-            values, writer.described = dict(state_dict), described
+            values = dict(state_dict)
+            writer.described = described
         values = ranks.together(call, finish)
         if isinstance(writer, ReferringWriter) and writer.wants_base:
             referring = writer

@@ -212,7 +212,8 @@ def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def save(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        writer, place = kwargs.get("storage_writer"), kwargs.get("checkpoint_id")
+        writer = kwargs.get("storage_writer")
+        place = kwargs.get("checkpoint_id")
         if isinstance(writer, DcpStorage):
             place = place or writer.checkpoint_id
         elif writer is not None:

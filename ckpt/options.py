@@ -20,7 +20,7 @@ class SaveOptions:
             gets its own back on the same number of ranks. `ckpt.per_rank` says the same of one part.
         resume_check: plan the save back before it begins, as a `CheckpointManager` does with its first one.
         trusted_objects: names, `*` allowed, of objects that need to be unpickled as they were stored, and that your
-            loads are told to trust. Others that a load refuses are an error of a save that is planned back, and a
+            loads trust. Others that a load refuses are an error of a save that is planned back, and a
             warning of any other. A manager's restore takes them from here too.
     """
 

@@ -58,7 +58,8 @@ class StateLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
         self.options = options or LoadOptions()
-        self._restores, self._as_dcp = restores, as_dcp
+        self._restores = restores
+        self._as_dcp = as_dcp
         self.records = records
         self._parts: dict[str, Part] = {}
         self._targets: Targets | None = None
@@ -157,8 +158,9 @@ class StateLoadPlanner(DefaultLoadPlanner):
         """Check and copy what was loaded in another dtype or shape than the program has."""
         for name, live in self.targets.in_program.items():
             self.state_dict[name] = self.targets.values[name] = live  # not the buffer, which the copy frees
-        while self.targets.after:
-            self.targets.after.pop(0)()
+        self.targets.after.reverse()
+        while self.targets.after:  # each is dropped, with what it holds, as soon as it is done
+            self.targets.after.pop()()
         self.state_dict |= self.targets.in_program  # also what turned out to be one tensor with another
 
     def put_back(self) -> None:
@@ -166,7 +168,8 @@ class StateLoadPlanner(DefaultLoadPlanner):
         values = self.targets.values | self.state_dict
         each_part({name: partial(part.take, values) for name, part in self._parts.items()})
         self.targets.forget_values()
-        self.state_dict, self.original_state_dict = {}, {}
+        self.state_dict = {}
+        self.original_state_dict = {}
 
     # -- what DCP calls ------------------------------------------------------------------------------------
 
@@ -303,7 +306,8 @@ def _advice(missing: Sequence[str], others: Collection[str]) -> str:
         if not common:
             break
         tail = ".".join(first.split(".")[-common:])
-        old, new = name.removesuffix(tail), first.removesuffix(tail)
+        old = name.removesuffix(tail)
+        new = first.removesuffix(tail)
         if (old, new) in seen:
             continue
         seen.add((old, new))

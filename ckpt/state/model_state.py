@@ -45,7 +45,7 @@ _Nested = tuple[str, dict[Path, StoredValue]]
 class ModelState:
     """Save and load a model's parameters, buffers and extra states by canonical name.
 
-    Parameters keep the program's shape and dtype, buffers get the checkpoint's. The loaders of modules are told the
+    Parameters keep the program's shape and dtype, buffers get the checkpoint's. The loaders of modules get the
     versions of the modules that were saved. Where a checkpoint says nothing of versions, as stock ones do, these are
     the program's: nearly always it is the same program, and code for older states would change good values.
 
@@ -147,7 +147,8 @@ class ModelState:
         if not self._frozen:
             _leave_frozen(self.parameters(), part, targets)
         self._noted = targets.stored.modules(part.name)
-        self._slots, self._replaced = {**emptied(self._each(), self._noted)}, set()
+        self._slots = {**emptied(self._each(), self._noted)}
+        self._replaced = set()
         if self._noted is None and stored and not targets.is_dry:
             warn_of_versions(self._models)
         follows = buffers_that_follow(self.buffer_names(), self.parameters(), stored)

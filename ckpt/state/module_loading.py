@@ -57,7 +57,8 @@ def is_taken(model: nn.Module, key: str) -> bool:
     """Tell whether loading a state dict takes a key, or may do so: hooks and loaders of modules may take any."""
     if not _is_torchs(model, "load_state_dict"):
         return True
-    module, rest = model, key
+    module = model
+    rest = key
     while True:
         if (
             not _is_torchs(module, "_load_from_state_dict")
@@ -69,7 +70,8 @@ def is_taken(model: nn.Module, key: str) -> bool:
         child = module._modules.get(head) if dot else None
         if child is None:
             return rest in module._parameters or rest in module._buffers or rest == "_extra_state"
-        module, rest = child, tail
+        module = child
+        rest = tail
 
 
 def _is_torchs(module: nn.Module, name: str) -> bool:
@@ -106,7 +108,8 @@ def buffers_that_follow(
 def plan_buffer(value: StoredValue, live: torch.Tensor, targets: Targets) -> None:
     """Ask for a buffer that gets the stored shape and dtype."""
     assert value.shape is not None
-    before, after = (tuple(live.size()), live.dtype), (value.shape, value.dtype)
+    before = (tuple(live.size()), live.dtype)
+    after = (value.shape, value.dtype)
     seen = [
         f"{new} in the checkpoint, and was {old}"
         for old, new in zip(before, after, strict=True)

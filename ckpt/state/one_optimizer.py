@@ -49,7 +49,8 @@ class OneOptimizer:
     """
 
     def __init__(self, model: ModelState | None, optimizer: Optimizer) -> None:
-        self.optimizer, self._model = optimizer, model
+        self.optimizer = optimizer
+        self._model = model
         self._part = StoredPart("")
         self._names: list[Name] = []
         self._found: dict[Name, Name] = {}  # the stored name of each parameter that has a state
@@ -144,7 +145,9 @@ class OneOptimizer:
         self, part: StoredPart, stored: Mapping[Name, Mapping[Path, StoredValue]], targets: Targets
     ) -> None:
         """Ask for what is stored of each parameter, and beyond these."""
-        self._part, self._homes, self._extra_at = part, [], ()
+        self._part = part
+        self._homes = []
+        self._extra_at = ()
         fsdp = self._fsdp_model()
         self._names = [*itertools.chain(*self.names_by_group())]
         live: dict[Name, Any] = {}
@@ -295,7 +298,9 @@ def _undo_casts(loaded: Any, given: Mapping[Any, Any], again: Mapping[Any, Any],
     What the optimizer's own hooks and loader made of a value stands: it is saved as it was given.
     """
     for key in given.keys() & loaded.keys() & again.keys():
-        value, own, saved = given[key], loaded[key], again[key]
+        value = given[key]
+        own = loaded[key]
+        saved = again[key]
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
             is_cast = own.dtype == parameter.dtype and own.shape == value.shape
             is_as_given = type(saved) is type(value) and saved.dtype == value.dtype

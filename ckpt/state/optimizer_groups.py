@@ -21,7 +21,10 @@ from ckpt.state.targets import shortened
 
 _logger = logging.getLogger(__name__)
 
-STATE, GROUPS, PARAMS, EXTRA = "state", "param_groups", "params", "extra"
+STATE = "state"
+GROUPS = "param_groups"
+PARAMS = "params"
+EXTRA = "extra"
 
 _LABELS = "param_names"
 BY_PARAMETER = {PARAMS, _LABELS}
@@ -48,7 +51,8 @@ def homes_of(
                 f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
                 "parameters that it had when it was saved, or leave it out of the restore"
             )
-        found.append(sorted({homes[known[name]] for name in own if name in known}) if own else [*empty][:1])
+        numbers = {homes[known[name]] for name in own if name in known} if own else itertools.islice(empty, 1)
+        found.append(sorted(numbers))
     return found
 
 
@@ -63,11 +67,11 @@ def matched(
     for group in groups:
         if len(group.get(_LABELS, ())) == len(group.get(PARAMS, ())):
             labels |= zip(group.get(PARAMS, ()), group.get(_LABELS, ()), strict=True)
+    known = stored_names(model, labels, [*itertools.chain(*by_group)]) if labels else {}
     chosen = []
     for own, numbers in zip(by_group, homes, strict=True):
         # Groups that were one get tensors of their own, which the program may change one by one.
         options = copy.deepcopy(_common_options([groups[number] for number in numbers], own))
-        known = stored_names(model, labels, own) if labels else {}
         if own and known.keys() >= {*own}:
             options[_LABELS] = [labels[known[name]] for name in own]
         chosen.append(options)

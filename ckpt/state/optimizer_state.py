@@ -116,7 +116,8 @@ class OptimizerState:
 
     def plan(self, part: StoredPart, targets: Targets) -> None:
         """Ask for all that is stored of the parameters of this rank."""
-        self._part, self._renamed = part, targets.stored.renamed
+        self._part = part
+        self._renamed = targets.stored.renamed
         for path, value in part.values.items():
             # Options of groups are few, and each rank finds its own among them.
             if path[:1] == (GROUPS,):

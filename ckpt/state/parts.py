@@ -29,7 +29,8 @@ from ckpt.state.targets import Targets, shortened
 _logger = logging.getLogger(__name__)
 
 _LOADER = re.compile(r"(loader|sampler|dataset|data_iter)", re.IGNORECASE)
-VALUES_OF_MODEL, VALUES_OF_OPTIMIZER = "model's values", "optimizer's values"
+VALUES_OF_MODEL = "model's values"
+VALUES_OF_OPTIMIZER = "optimizer's values"
 """Kinds of plain values that are named like a model, or an optimizer: what they are in detail, names tell."""
 
 

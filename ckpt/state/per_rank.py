@@ -85,7 +85,9 @@ class PerRank:
         return {unit: structure for unit, structure in found.items() if structure}
 
     def plan(self, part: StoredPart, targets: Targets) -> None:
-        self._name, self._asked, self._saved = part.name, {}, 0
+        self._name = part.name
+        self._asked = {}
+        self._saved = 0
         rank, size = rank_and_world_size()
         by_rank = ranks_of(part)
         if by_rank is None:  # no rank's own: it is for all
@@ -244,12 +246,13 @@ def by_units(structures: Mapping[Path, Structure], places: Collection[Path]) -> 
     """Return structures, by whole paths, in units that all ranks share, and this rank's own units below marked places."""
     rank, _ = rank_and_world_size()
     marks = {*places}
-    # What is shared, and would stand above units of the ranks, stands beside them.
-    beside = {place[:at]: (*place, RANKS) for place in places for at in range(len(place) + 1)}
+    # What is shared, and would stand above units of the ranks, gets a unit in the same place.
+    shared = {place[:at]: (*place, RANKS) for place in places for at in range(len(place) + 1)}
     found: dict[Path, Structure] = {}
     for unit, structure in structures.items():
         for path, node in structure.items():
-            whole, own = (*unit, *path), beside.get(unit, unit)
+            whole = (*unit, *path)
+            own = shared.get(unit, unit)
             for at in range(len(whole) + 1) if marks else ():
                 if whole[:at] in marks:
                     own = (*whole[:at], rank_key(rank))

@@ -13,20 +13,27 @@ import torch
 from ckpt.errors import ConfigurationError, SaveFailed
 from ckpt.format.fqns import STRUCTURE, Path
 from ckpt.ranks.group import Ranks
-from ckpt.state.rank_digests import GROUPS, LAYOUT, PLACED, Key, RankDigests, digest, number_of
+from ckpt.state.rank_digests import GROUPS, PLACED, Key, RankDigests, digest, number_of
+from ckpt.state.rank_layouts import (
+    LAYOUT,
+    WITH_LAYOUT,
+    Layout,
+    judge_layouts,
+    key_of_layout,
+    layout_of,
+    shown_names,
+)
 from ckpt.state.state_parts import Description, texts_of
-from ckpt.state.structure import Structure, children, decode, is_flattened, leaves, name_of, structure_of
+from ckpt.state.structure import Structure, children, decode, is_flattened, structure_of
 
 _logger = logging.getLogger(__name__)
 
-_SHOWN = 5
 _CALL = "comparison of values"
 _GROUPS: Key = (GROUPS, 0, 0)
 _have_saved: set[tuple[str | int, ...]] = set()
 """Purposes and ranks that have saved together in this process."""
 _noted_buffers: set[str] = set()
 
-_BY_LAYOUT = ("loader", "part", "value")
 _OF_ONE = ("buffer", "part")  # of plain values, replicas are compared when they are written
 _NOTHING: Any = object()
 
@@ -50,24 +57,28 @@ def agree_on_values(
     if number is None:
         _have_saved.add((ranks.purpose, *ranks.members))
     own = RankDigests(ranks.call if number is None else number, is_whole=is_first)
-    layouts: dict[str, Key] = {}
+    layouts: dict[str, Layout] = {}
 
     def look() -> dict[Key, int | None]:
         for name, value in values.items():
             kind = described.kinds.get(name, "value")
             if kind != "per rank" and name != STRUCTURE:
                 own.add(name, value, kind, described.buffers)
-                if kind in _BY_LAYOUT and name not in described.united and is_flattened(value):
-                    layouts[name] = LAYOUT, number_of(name), 0
-        of_layouts = {key: _layout(name, values) for name, key in layouts.items()}
+                if (
+                    kind in WITH_LAYOUT
+                    and name not in described.united
+                    and not isinstance(value, torch.Tensor)
+                ):
+                    layouts[name] = layout_of(name, value, values.get(STRUCTURE, {}).get(name))
+        of_layouts = {key_of_layout(name): layout.digest() for name, layout in layouts.items()}
         return {**own.digests(), **of_layouts, _GROUPS: digest(own.groups)}
 
     own_digests = ranks.together(_CALL, look)
     joined = ranks.join(own_digests, _joined)
     differing = {key for key, found in joined.items() if found is None}
     if any(key[0] == LAYOUT for key in differing):
-        others = {name: described.kinds[name] for name, key in layouts.items() if key in differing}
-        _judge_layouts(others, values, ranks, url)
+        others = {name: layout for name, layout in layouts.items() if key_of_layout(name) in differing}
+        judge_layouts(others, described.kinds, ranks, url)
     shared = _shared_names(own, joined.keys(), ranks)
     if (keys := {key for key in differing if key[0] not in (GROUPS, LAYOUT)}) or shared:
         digests, names = ranks.together(_CALL, lambda: own.details(keys, shared))
@@ -132,24 +143,24 @@ def _judge(
     texts = []
     if sharded := by_kind.get("sharded"):
         texts.append(
-            f"groups of ranks hold other values of {_some(sharded)}, each on a mesh of its own, and one group's would "
+            f"groups of ranks hold other values of {shown_names(sharded)}, each on a mesh of its own, and one group's would "
             "stand for all: give experts names of their own, such as their number in the model, or one DTensor over "
             "the whole mesh, or save them with ckpt.per_rank"
         )
     if chunks := by_kind.get("chunk"):
         texts.append(
-            f"ranks hold other values of {_some(chunks)} in the same chunk, which its hooks or fields give, and one rank's "
+            f"ranks hold other values of {shown_names(chunks)} in the same chunk, which its hooks or fields give, and one rank's "
             "would stand for all: let one rank give it, or all the same values"
         )
     if wrong := [*by_kind.get("model", ()), *by_kind.get("optimizer", ())]:
         texts.append(
-            f"ranks hold other values of {_some(wrong)}, and one rank's would stand for all: parameters and optimizer "
+            f"ranks hold other values of {shown_names(wrong)}, and one rank's would stand for all: parameters and optimizer "
             "state that are no shards of one tensor have to be equal on all ranks; if each rank has its own, save "
             "them with ckpt.per_rank, or under names of their own"
         )
     if loaders := by_kind.get("loader"):
         texts.append(
-            f"ranks hold other values of {_some(loaders)}, and one rank's would stand for all: save the part with "
+            f"ranks hold other values of {shown_names(loaders)}, and one rank's would stand for all: save the part with "
             f"ckpt.per_rank, as in {loaders[0].partition('.')[0]}=ckpt.per_rank(...), which gives each rank its own back"
         )
     if texts:
@@ -157,56 +168,14 @@ def _judge(
     if ranks.rank == 0:
         if buffers := [name for name in by_kind.get("buffer", ()) if name not in _noted_buffers]:
             _noted_buffers.update(buffers)
-            _logger.info("buffers differ between ranks, rank 0's are saved: %s", _some(buffers))
+            _logger.info("buffers differ between ranks, rank 0's are saved: %s", shown_names(buffers))
         if others := [*by_kind.get("part", ()), *by_kind.get("value", ())]:
             _logger.warning(
                 "%s: ranks hold other values of %s; one rank's are saved for all. ckpt.per_rank(part) saves each rank's own",
                 url,
-                _some(others),
+                shown_names(others),
             )
     return shared
-
-
-def _layout(name: str, values: Mapping[str, Any]) -> int:
-    """Digest the names in a part, and what flattening loses of it."""
-    names = sorted(name_of(path) for path, _ in leaves(values[name]))
-    return digest([names, values.get(STRUCTURE, {}).get(name)])
-
-
-def _judge_layouts(kinds: Mapping[str, str], values: Mapping[str, Any], ranks: Ranks, url: str) -> None:
-    """Refuse parts whose names differ between ranks if they cannot be united, and loaders; warn of others."""
-    own = {
-        (name, kind): {name_of((name, *path)) for path, _ in leaves(values[name])}
-        for name, kind in kinds.items()
-    }
-    united: dict[tuple[str, str], set[str]] = ranks.join(own, _united)
-    texts = []
-    for names in united.values():
-        containers = {
-            ".".join(keys[:at]) for keys in (name.split(".") for name in names) for at in range(1, len(keys))
-        }
-        if clash := sorted(containers & names):
-            texts.append(f"a value on some ranks, and a container on others: {_some(clash)}")
-    if loaders := sorted(name for name, kind in united if kind == "loader"):
-        texts.append(f"ranks hold other keys of {_some(loaders)}")
-    if texts:
-        part = min(united)[0]
-        texts.append(
-            f"save such a part with ckpt.per_rank, as in {part}=ckpt.per_rank(...), which gives each rank its own back"
-        )
-        raise SaveFailed("; ".join(texts), url=url, failures={ranks.rank: ConfigurationError(texts[0])})
-    if ranks.rank == 0:
-        _logger.warning(
-            "%s: ranks hold other keys of %s; a restore gives each rank those of all. ckpt.per_rank(part) saves each rank's own",
-            url,
-            _some(sorted(name for name, _ in united)),
-        )
-
-
-def _united(
-    some: dict[tuple[str, str], set[str]], other: dict[tuple[str, str], set[str]]
-) -> dict[tuple[str, str], set[str]]:
-    return {key: some.get(key, set()) | other.get(key, set()) for key in {**some, **other}}
 
 
 def _of_one_rank(
@@ -216,27 +185,20 @@ def _of_one_rank(
 
     Else each would be written by another rank, and together they would be what no rank has ever had.
     """
-    kinds = {(part, kind) for name, kind in differing if kind in _OF_ONE for part in [_part_of(name, values)]}
-    names = [name for part, kind in kinds if part is not None for name in own.names_below(part, kind)]
-    first: dict[int, int] = ranks.join({number_of(name): ranks.rank for name in names}, _lowest)
-    dropped = {name for name in names if first[number_of(name)] != ranks.rank}
-    if not dropped:
-        return values
-    result = dict(values)
-    noted = dict(values.get(STRUCTURE, {}))
-    for part, kind in kinds:
-        if part is not None:
-            kept = _without(values[part] if part not in result else result[part], part, dropped)
-            result[part] = kept
-            if kind != "buffer" and not dropped.isdisjoint(own.names_below(part, kind)):
-                noted.pop(part, None)
-    if STRUCTURE in result:
-        result[STRUCTURE] = noted
-    return {
-        name: value
-        for name, value in result.items()
-        if value is not _NOTHING and not (name == STRUCTURE and not noted)
+    found = {(_part_of(name, values), kind) for name, kind in differing if kind in _OF_ONE}
+
+    def held() -> dict[int, int]:
+        names = (name for part, kind in found if part is not None for name in own.names_below(part, kind))
+        return {number_of(name): ranks.rank for name in names}
+
+    own_names = ranks.together(_CALL, held)
+    first = ranks.join(own_names, _lowest)
+    dropped = {number for number in own_names if first[number] != ranks.rank}
+    parts = {part for part, _ in found} if dropped else set()
+    kept = {
+        name: _without(value, name, dropped) if name in parts else value for name, value in values.items()
     }
+    return {name: value for name, value in kept.items() if value is not _NOTHING}
 
 
 def _part_of(name: str, values: Mapping[str, Any]) -> str | None:
@@ -245,10 +207,10 @@ def _part_of(name: str, values: Mapping[str, Any]) -> str | None:
     return next((part for at in range(1, len(keys) + 1) if (part := ".".join(keys[:at])) in values), None)
 
 
-def _without(value: Any, name: str, dropped: Collection[str]) -> Any:
-    """Return a value without some of its leaves; a list with gaps as a dict by number."""
+def _without(value: Any, name: str, dropped: Collection[int]) -> Any:
+    """Return a value without some of its leaves, by the numbers of their names; a list with gaps as a dict by number."""
     if not is_flattened(value):
-        return _NOTHING if name in dropped else value
+        return _NOTHING if number_of(name) in dropped else value
     kept = {key: _without(item, f"{name}.{key}", dropped) for key, item in children(value)}
     if all(kept[key] is item for key, item in children(value)):
         return value
@@ -257,11 +219,6 @@ def _without(value: Any, name: str, dropped: Collection[str]) -> Any:
 
 def _lowest(some: dict[int, int], other: dict[int, int]) -> dict[int, int]:
     return {key: min(some.get(key, rank), rank) for key, rank in {**some, **other}.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
 
 
 # -- groups of optimizers ----------------------------------------------------------------------------------

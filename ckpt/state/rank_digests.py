@@ -37,8 +37,6 @@ _BATCH_BYTES = 1 << 20
 _PARAMETER = re.compile(r"(^|_)(weight|bias)(_|$)")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 GROUPS = "param_groups"
-LAYOUT = "layout"
-"""The kind of the names in a part, and of what flattening loses of it: only ranks that have the part are compared."""
 PLACED = ("sharded", "chunk")
 """Kinds of values that have places: each rank, or group of ranks, has some of its own, and shares others."""
 
@@ -124,7 +122,8 @@ class RankDigests:
             for key, found in self._each(kind):
                 name = kind.names.get(key, key)
                 if is_asked or number_of(name) in shared:
-                    digests[number_of(key)], names[number_of(key)] = found, (name, each)
+                    digests[number_of(key)] = found
+                    names[number_of(key)] = name, each
         return digests, names
 
     def _take(self, name: str, value: Any, kind: str, buffers: AbstractSet[str]) -> None:

@@ -30,7 +30,8 @@ def refusals(name: str, value: Any, trusted: Collection[str]) -> Iterator[str]:
     left = [_MAX_LOOKED_AT]
     if _is_plain(value, left) or any(fnmatchcase(name, pattern) for pattern in trusted):
         return
-    file, classes = io.BytesIO(), list[Any]()
+    file = io.BytesIO()
+    classes = list[Any]()
     try:
         torch.save(value, file, pickle_module=SimpleNamespace(Pickler=_pickler(classes), __name__=__name__))
     except Exception:  # the save itself will name it

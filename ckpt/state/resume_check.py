@@ -37,7 +37,7 @@ def check_resumable(
     Args:
         parts: of the state, by name.
         values: what is saved of them, and what flattening loses.
-        trusted: names of objects that a load is told to trust.
+        trusted: names of objects that loads trust.
 
     Raises ConfigurationError, which names what could not be restored.
     """

@@ -143,7 +143,7 @@ class StoredState:
         is_top = own is not None and "." not in name and name not in self._heads
         below = () if is_top else self._below.get(name, ())
         if own is not None and (not below or own.values):
-            return own  # what is stored under flat names beside it is a part of its own
+            return own  # what has flat names that begin like it is a part of its own
         found = StoredPart(name, {}, {} if own is None else {**own.nodes})
         seen: set[tuple[str, Path]] = set()
         for part, path, rest in below:

@@ -132,7 +132,8 @@ class Targets:
         is_sharded = isinstance(live, ShardedTensor)
         key = memory_key(live) if isinstance(live, torch.Tensor) and not is_sharded else None
         first = name if key is None else self.filled.setdefault(key, name)
-        own, is_one_with_another = live, first != name
+        own = live
+        is_one_with_another = first != name
         if not self.is_dry:
             if is_one_with_another or (may_replace and _is_expanded(live)):
                 live = empty_like(live, live.dtype)

@@ -33,8 +33,10 @@ _TENSOR_SIZE = 256
 _VALUE_SIZE = 128
 """Of a small object, such as a date, likewise."""
 Hash = Literal["own", "chosen", "none"]
-"""How the hash of a value comes about: as nobody can foresee, or as the pickle's author likes; none may be asked for."""
-_PLAIN, _UNKNOWN, _CHOSEN = "plain", "unknown", "chosen"
+"""How the hash of a value comes about: unforeseeable (`own`), as the pickle's author likes, or none that may be asked for."""
+_PLAIN = "plain"
+_UNKNOWN = "unknown"
+_CHOSEN = "chosen"
 """Kinds of keys."""
 
 _PICKLE_HOOKS = frozenset(
@@ -98,7 +100,8 @@ class _Walk:
     """Carries out the opcodes that torch's own unpickler knows, on inert values."""
 
     def __init__(self, storage_bytes: Callable[[str], int], max_size: int, made: Mapping[str, Hash]) -> None:
-        self._storage_bytes, self._made = storage_bytes, made
+        self._storage_bytes = storage_bytes
+        self._made = made
         self._left = max_size
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
@@ -201,7 +204,8 @@ class _Walk:
 
     def _kind(self, key: Any) -> str:
         """Tell whether a key's hash is known here: that of a call's result is not, and may be a chosen one."""
-        kind, todo = _PLAIN, [(key, 0)]
+        kind = _PLAIN
+        todo = [(key, 0)]
         while todo:
             value, depth = todo.pop()
             if type(value) is tuple:

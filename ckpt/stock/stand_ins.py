@@ -83,7 +83,7 @@ def made_real(value: Any, make_file: Callable[[], io.BytesIO]) -> Any:
 
 
 _Python: Any = pickle._Pickler
-"""The pickler in Python, as that in C asks nobody about lists and dicts."""
+"""The pickler in Python, as that in C asks no hook about lists and dicts."""
 
 
 class _Pickler(_Python):  # type: ignore[misc]

@@ -22,7 +22,8 @@ from ckpt.stock.stand_ins import Name, StandIn, dict_for_defaultdict, list_for_d
 _SHOWN_BYTES = 100
 _MAX_FRACTION_TEXT = 1000
 _STATE_WORDS = 624
-_CHILD_MAIN, _MAIN = "__mp_main__", "__main__"
+_CHILD_MAIN = "__mp_main__"
+_MAIN = "__main__"
 """What the module of the program is called in a process that `multiprocessing` spawned."""
 
 

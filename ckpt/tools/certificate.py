@@ -144,7 +144,8 @@ def certificate(live: Mapping[str, Any], delivered: DeliveredDigests) -> Certifi
 
 def certificate_of(live: Mapping[str, Any], planner: StateLoadPlanner) -> Certificate:
     """Compare this rank's part of a live state with what the load of a planner delivered, and add what that found."""
-    made, targets = certificate(live, planner.delivered), planner.targets
+    made = certificate(live, planner.delivered)
+    targets = planner.targets
     return replace(
         made,
         missing=tuple(sorted({*made.missing, *planner.missing})),

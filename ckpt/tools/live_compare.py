@@ -185,7 +185,9 @@ class _Regions:
         self._by_box = {region.box: region for region in regions}
         dims = range(len(regions[0].begin) if regions else 0)
         self._dim = max(dims, key=lambda dim: len({region.begin[dim] for region in regions}), default=None)
-        self._sorted, self._begins, self._longest = [*regions], list[int](), 0
+        self._sorted = [*regions]
+        self._begins = list[int]()
+        self._longest = 0
         if self._dim is not None:
             dim = self._dim
             self._sorted.sort(key=lambda region: region.begin[dim])

@@ -12,7 +12,8 @@ from ckpt.stock.safe_load import load_fault, refused_names, surely_refused_names
 _SHOWN = 3
 _MAX_BYTES = 4 << 20
 """Of a larger object only the begin of its pickle is searched; others are loaded once, to be sure."""
-_MAX_RUNS, _MAX_NAMES = 64, 100_000
+_MAX_RUNS = 64
+_MAX_NAMES = 100_000
 
 _logger = logging.getLogger(__name__)
 _looked_at: OrderedDict[str, set[tuple[str, frozenset[str]]]] = OrderedDict()
@@ -23,7 +24,8 @@ class RefusedObjects:
     """Collects such objects of one save by their class; each of them once in a run."""
 
     def __init__(self, url: str, trusted: Collection[str] = ()) -> None:
-        self._url, self._trusted = url, trusted
+        self._url = url
+        self._trusted = trusted
         self._fqns: dict[str, list[str]] = defaultdict(list)
         self._tensors: set[str] = set()
         self._known = _known(url.rstrip("/").rpartition("/")[0])

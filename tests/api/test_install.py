@@ -363,7 +363,8 @@ def test_process_mode(tmp_path: Path, makes_writer: bool) -> None:
 
 class Position:
     def __init__(self, value: int, *, fails: bool = False) -> None:
-        self.value, self.fails = value, fails
+        self.value = value
+        self.fails = fails
 
     def state_dict(self) -> dict[str, int]:
         if self.fails:

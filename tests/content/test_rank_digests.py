@@ -231,7 +231,8 @@ def _meshes(rank: int, root: str) -> dict[str, Any]:
     def weight(value: float) -> DTensor:
         return DTensor.from_local(torch.full((2, 3), value), mesh["fsdp"], [Shard(0)], run_check=False)
 
-    stage, seen = rank // 2, dict[str, Any]()
+    stage = rank // 2
+    seen = dict[str, Any]()
     states = {
         "alike": {"e": {"w": weight(1), "v": weight(2)}},
         "names": {"e": {f"w{stage}.{number}": weight(stage) for number in range(9)}},

@@ -120,7 +120,8 @@ def test_plain_values_load(kind: str) -> None:
 
 
 def test_parts_that_are_shared_stay_so() -> None:
-    array, queue = np.arange(3), deque[Any]([1])
+    array = np.arange(3)
+    queue = deque[Any]([1])
     queue.append(queue)
     (first, second), loaded = load(stored([(array, array), queue]))
     assert first is second
@@ -181,7 +182,8 @@ EIGHT = encoded(bytes(8))
 
 @functools.cache
 def _hostile() -> dict[str, bytes]:
-    here, i8 = __name__, dtype("i8")
+    here = __name__
+    i8 = dtype("i8")
     words = tuple_of(*[number(1)] * 625)
     return {
         "a huge array": array(tuple_of(number(HUGE)), i8, EIGHT),

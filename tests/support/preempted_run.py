@@ -28,7 +28,8 @@ from ckpt.trainer_integration.sources import MapSource
 _READ_S, _STEP_S = 0.01, 0.01
 """Workers are as slow as steps: the trainer is in either when a signal comes."""
 
-_EARLY_S, _PATIENCE_S = 0.3, 60.0
+_EARLY_S = 0.3
+_PATIENCE_S = 60.0
 """Time for workers to die in a step, after a signal: those that ran before the manager hand out no batch after it."""
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.certificates import flat, kinds, load_recorded
 from support.damage import blocks_of, flip_blocks
+from support.parts import Part
 from support.states import SAVABLE_DTYPES, digest, emptied, plain_state, random_tensor
 from support.strict_s3 import StrictS3
 from torch import nn
@@ -316,21 +317,10 @@ def test_certificates_of_ranks_join() -> None:
 # -- what only one side has -----------------------------------------------------------------------------------
 
 
-class _Part:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state
-
-
 def test_parts_that_were_not_restored_are_left_over(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:
-        manager.save(1, model=model, part=_Part({"a": 1}))
+        manager.save(1, model=model, part=Part({"a": 1}))
     with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:
         restored = manager.restore(model=model)
     assert restored is not None
@@ -338,12 +328,15 @@ def test_parts_that_were_not_restored_are_left_over(tmp_path: Path) -> None:
 
 
 def test_what_only_the_live_state_has_is_missing(tmp_path: Path) -> None:
-    model, part, plain = nn.Sequential(nn.Linear(2, 2)), _Part({"a": 1}), {"x": 1}
+    model = nn.Sequential(nn.Linear(2, 2))
+    part = Part({"a": 1})
+    plain = {"x": 1}
     state: dict[str, Any] = {"model": model, "part": part, "plain": plain}
     ckpt.save(state, tmp_path, no_dist=True)
     assert certify(state, tmp_path, no_dist=True).is_exact
     model.register_buffer("mask", torch.ones(2))
-    part.value, plain["y"] = {"a": 1, "t": torch.zeros(3)}, 2
+    part.value = {"a": 1, "t": torch.zeros(3)}
+    plain["y"] = 2
     expected = {"missing": ("model.mask", "part.t", "plain.y")}
     assert kinds(certify(state, tmp_path, no_dist=True)) == expected
 
@@ -357,7 +350,7 @@ def test_a_state_under_other_names_is_certified(tmp_path: Path) -> None:
 
 
 def test_each_ranks_own_is_compared(tmp_path: Path) -> None:
-    part = _Part({"position": 7})
+    part = Part({"position": 7})
     state: dict[str, Any] = {"loader": ckpt.per_rank(part)}
     ckpt.save(state, tmp_path, no_dist=True)
     assert certify(state, tmp_path, no_dist=True).is_exact
@@ -368,7 +361,7 @@ def test_each_ranks_own_is_compared(tmp_path: Path) -> None:
 def test_what_a_merge_made_of_ranks_is_unchecked(tmp_path: Path) -> None:
     saved = {"ranks": 2, "rank-00000": {"position": 3}, "rank-00001": {"position": 4}}
     dcp.save({"loader": saved}, storage_writer=ckpt.CheckpointWriter(tmp_path / "c"), no_dist=True)
-    part = _Part({"position": 0})
+    part = Part({"position": 0})
     own = ckpt.per_rank(part, merge=lambda states, rank, size: {"position": 7})
     with ckpt.CheckpointManager(tmp_path / "run", save=1, preflight=False) as manager:
         restored = manager.restore(initial=tmp_path / "c", loader=own, rng=False)

@@ -250,7 +250,8 @@ class Grows(nn.Module):
 
 @pytest.mark.parametrize("value", [torch.arange(3.0), torch.tensor(5)])
 def test_a_buffer_that_is_none_at_first(tmp_path: Path, value: torch.Tensor) -> None:
-    saved, fresh = Grows(value), Grows()
+    saved = Grows(value)
+    fresh = Grows()
     optimizers = [optim.AdamW(model.parameters()) for model in (saved, fresh)]
     save(tmp_path, model=saved, optimizer=optimizers[0])
     assert restore(tmp_path, model=fresh, optimizer=optimizers[1])
@@ -305,14 +306,16 @@ BUFFERS = {
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_a_buffer_is_as_it_was_saved(tmp_path: Path, kind: str) -> None:
     before, after = BUFFERS[kind]
-    saved, fresh = Grows(after), Grows(before.clone())
+    saved = Grows(after)
+    fresh = Grows(before.clone())
     save(tmp_path, model=saved)
     assert restore(tmp_path, model=fresh)
     assert_same(saved.state_dict(), fresh.state_dict())
 
 
 def test_a_buffer_inside_of_a_wrapper_is_as_it_was_saved(tmp_path: Path) -> None:
-    saved, fresh = Grows(torch.ones(3, dtype=torch.int64)), Grows(torch.ones(2))
+    saved = Grows(torch.ones(3, dtype=torch.int64))
+    fresh = Grows(torch.ones(2))
     save(tmp_path, model=nn.Sequential(saved))
     assert restore(tmp_path, model=nn.Sequential(checkpoint_wrapper(fresh)))
     assert_same(saved.state_dict(), fresh.state_dict())

@@ -1,4 +1,4 @@
-"""A run that does not begin above the steps of its root: it is refused, or the old checkpoints are given up."""
+"""A run that does not begin above the steps of its root: it is refused, or the old checkpoints no longer count."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def test_a_run_may_save_its_own_step_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_saves_that_did_not_finish_hide_no_earlier_run(tmp_path: Path) -> None:
-    on_record, listed = tmp_path / "on record", tmp_path / "listed"
+    on_record = tmp_path / "on record"
+    listed = tmp_path / "listed"
     for root in (on_record, listed):
         run(root, OLD_STEPS)
         for step in range(701, 722):
@@ -285,7 +286,7 @@ def test_a_tier_whose_root_gives_no_answer(
 def test_a_tier_whose_root_answers_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any]
 ) -> None:
-    """What it holds counts at a later save; the new run's checkpoints until then are not given up with it."""
+    """What it holds counts at a later save; the new run's checkpoints until then still count."""
     root = tmp_path / "root"
     run(root, OLD_STEPS)
 

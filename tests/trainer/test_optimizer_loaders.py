@@ -128,6 +128,36 @@ def test_names_of_parameters_follow_the_groups(tmp_path: Path) -> None:
     assert [group["lr"] for group in again.param_groups] == [0.1, 0.1]
 
 
+def test_names_of_parameters_of_a_state_by_number(tmp_path: Path) -> None:
+    model = net()
+    named = [*model.named_parameters()]
+    optimizer = torch.optim.SGD([{"params": named[:2]}, {"params": named[2:]}], lr=0.1)
+    ckpt.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
+    fresh = net(1)
+    own = [*fresh.named_parameters()]
+    again = torch.optim.SGD([{"params": own[:2]}, {"params": own[2:]}], lr=0.5)
+    ckpt.load(training_state(model=fresh, optimizer=again, rng=False), tmp_path / "a")
+    assert [group["param_names"] for group in again.param_groups] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+    ]
+    assert [group["lr"] for group in again.param_groups] == [0.1, 0.1]
+
+
+def test_each_empty_group_gets_its_options(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rate in (0.2, 0.3):
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": [], "lr": rate})
+    ckpt.save(training_state(model=model, optimizer=optimizer), tmp_path / "a")
+    fresh = net(1)
+    again = torch.optim.SGD(fresh.parameters(), lr=0.9)
+    for _ in range(2):
+        again.param_groups.append({**again.param_groups[0], "params": []})
+    ckpt.load(training_state(model=fresh, optimizer=again), tmp_path / "a")
+    assert [group["lr"] for group in again.param_groups] == [0.1, 0.2, 0.3]
+
+
 def test_groups_that_were_one_share_no_tensor(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)

@@ -1,4 +1,4 @@
-"""Values that are each rank's own: they keep their structure, and are told from dicts that look like them."""
+"""Values that are each rank's own: they keep their structure, and are kept apart from dicts that look like them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ckpt.state.targets import Targets
 
 class Part:
     def __init__(self, value: Any) -> None:
-        self.value, self.calls = value, 0
+        self.value = value
+        self.calls = 0
 
     def state_dict(self) -> Any:
         self.calls += 1
@@ -45,10 +46,12 @@ def _patterns(rank: int, root: str) -> list[str]:
             wrong.append(f"{what}: {found}, not {expected}")
 
     own = {rank: 10 + rank, "none": {}, "deep": {"x": {rank: 1}}}
-    part, plain = Part(own), {"m": {rank: 5}, "n": {1: 2}}
+    part = Part(own)
+    plain = {"m": {rank: 5}, "n": {1: 2}}
     options = SaveOptions(per_rank=["part", "plain.m"], resume_check=True)
     ckpt.save({"part": part, "plain": plain}, f"{root}/keys", options=options)
-    again, into = Part({}), dict[str, Any]()
+    again = Part({})
+    into = dict[str, Any]()
     ckpt.load({"part": again, "plain": into}, f"{root}/keys")
     check("keys of a part", again.value, own)
     check("keys of a dict", into, plain)
@@ -96,7 +99,8 @@ def test_plain_dicts_are_compared_by_their_names(tmp_path: Path) -> None:
 
 def _named_dicts(rank: int, root: str) -> list[str]:
     seen = []
-    model, norm = nn.Linear(1, 1), nn.BatchNorm1d(2)
+    model = nn.Linear(1, 1)
+    norm = nn.BatchNorm1d(2)
     nn.init.constant_(model.weight, rank)
     norm.state_dict()["running_mean"] += rank
     optimizer = optim.SGD(model.parameters(), lr=0.1 + rank)

@@ -82,7 +82,8 @@ def test_two_put_one_guard(called: list[int]) -> None:
 
 
 def test_workers_outlive_the_signals_of_all(called: list[int]) -> None:
-    one, other = Signals([signal.SIGUSR1]), Signals([signal.SIGTERM])
+    one = Signals([signal.SIGUSR1])
+    other = Signals([signal.SIGTERM])
     loop = getattr(WORKER_LOOP_MODULE, WORKER_LOOP)
     assert loop.args == ({*NUMBERS},)
     one.close()

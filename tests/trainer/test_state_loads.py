@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parts import Part
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,17 +141,6 @@ def test_names_reach_groups_and_structure(tmp_path: Path) -> None:
     assert own.param_groups[0]["lr"] == 0.3
 
 
-class Part:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state
-
-
 def test_what_is_taken_of_a_part_and_of_a_dict(tmp_path: Path) -> None:
     ckpt.save(
         {"p": Part({"a": 1, "b": 2}), "d": {"a": 1, "b": 2}, "t": {"x": torch.ones(2), "y": torch.ones(3)}},
@@ -237,7 +227,7 @@ def test_a_refused_load_leaves_a_model_on_meta(tmp_path: Path, layers: int) -> N
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-# -- what is beside an optimizer ----------------------------------------------------------------------------
+# -- parts that an optimizer comes with ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -346,7 +336,8 @@ def test_a_restore_keeps_no_tensors_that_the_program_replaced(tmp_path: Path) ->
     model = nn.Linear(4, 4)
     with ckpt.CheckpointManager(tmp_path, **OPTIONS) as manager:
         manager.save(1, model=model, averages=saved)
-    own, half = Averages(), nn.Linear(4, 4).half()
+    own = Averages()
+    half = nn.Linear(4, 4).half()
     own.value = {"a": torch.zeros(7)}
     before = weakref.ref(own.value["a"])
     with ckpt.CheckpointManager(tmp_path, **OPTIONS) as manager:

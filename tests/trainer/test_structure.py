@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parts import Part
 
 import ckpt
 from ckpt.errors import CheckpointError, FormatError
@@ -51,22 +52,13 @@ class Counts(Counter[str]):
         self.limit = limit
 
 
-class Part:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state
-
-
 @pytest.mark.parametrize("kind", [Stats, Ordered, Defaults, Counts])
 @pytest.mark.parametrize("is_part", [True, False])
 def test_classes_whose_constructor_wants_more(kind: Any, is_part: bool, tmp_path: Path) -> None:
-    saved, live = kind(7), kind(8)
-    saved["loss"], live["other"] = 3, 0
+    saved = kind(7)
+    live = kind(8)
+    saved["loss"] = 3
+    live["other"] = 0
     ckpt.save({"s": Part(saved) if is_part else saved}, tmp_path)
     if is_part:
         part = Part(live)
@@ -85,10 +77,12 @@ def test_classes_whose_constructor_wants_more(kind: Any, is_part: bool, tmp_path
 
 
 def test_lists_of_a_class_of_their_own(tmp_path: Path) -> None:
-    saved, live = Rows(3), Rows(4)
+    saved = Rows(3)
+    live = Rows(4)
     saved.extend([torch.ones(2), {"a": 1}])
     ckpt.save({"p": Part(saved), "v": {"rows": saved}}, tmp_path)
-    part, state = Part(live), {"rows": Rows(5)}
+    part = Part(live)
+    state = {"rows": Rows(5)}
     ckpt.load({"p": part, "v": state}, tmp_path)
     assert (type(part.value), part.value.width, len(part.value)) == (Rows, 4, 2)
     ckpt.load({"p": (other := Part([]))}, tmp_path)
@@ -101,7 +95,8 @@ def test_texts_that_read_like_other_keys(text: str, tmp_path: Path) -> None:
     live = {"0": 0, "-1": -1, "2.5": 2.5, "1e-05": 1e-05, "True": True, "None": None, "(1, 2)": (1, 2)}
     live["nan"] = float("nan")
     ckpt.save({"p": Part({text: 1}), "v": {text: 1}}, tmp_path)
-    part, state = Part({live[text]: 9}), dict[str, Any](v={live[text]: 9})
+    part = Part({live[text]: 9})
+    state = dict[str, Any](v={live[text]: 9})
     ckpt.load({"p": part, **state}, tmp_path)
     ckpt.load(state, tmp_path)
     assert part.value == {text: 1}
@@ -134,9 +129,9 @@ def test_what_only_one_side_has_is_told(tmp_path: Path, caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "ckpt")
     ckpt.save({"p": Part({"a": 1, "old": 2})}, tmp_path)
     ckpt.load({"p": Part({"a": 0, "new": 3})}, tmp_path)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert any("the program has, and the checkpoint lacks" in text and "p.new" in text for text in told)
-    assert any("the checkpoint has, and the program lacked" in text and "p.old" in text for text in told)
+    logged = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert any("the program has, and the checkpoint lacks" in text and "p.new" in text for text in logged)
+    assert any("the checkpoint has, and the program lacked" in text and "p.old" in text for text in logged)
 
 
 # -- what is not trusted -----------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ class Beginning:
                 _logger.warning("whether the root holds an earlier run's checkpoints is not known: %s", error)
             self._has_failed = True
             return
-        self.is_settled, self._has_failed = is_known, not is_known
+        self.is_settled = is_known
+        self._has_failed = not is_known
 
 
 def _refused(step: int, newest: tuple[int, str], place: str) -> ConfigurationError:

@@ -43,7 +43,8 @@ def errors_held(*, look_through: bool = True) -> Iterator[None]:
         _hold.install(look_through=look_through)
         yield
         return
-    hold, has_failed = _Hold(), True
+    hold = _Hold()
+    has_failed = True
     try:
         _hold = hold
         hold.install(look_through=look_through)

@@ -84,7 +84,8 @@ class History(SharedRecord):
 
         None without one. Where very many folders hold none, and none is on record, the next folder counts as one.
         """
-        recorded, looks = {checkpoint.path for checkpoint in self.durable()}, 0
+        recorded = {checkpoint.path for checkpoint in self.durable()}
+        looks = 0
         for step, path in self.candidates():
             if step in own:
                 continue

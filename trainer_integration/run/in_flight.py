@@ -99,7 +99,7 @@ class Saves:
         """Begin what goes on beside the saves. All ranks call it."""
 
     def newest_of_others(self) -> tuple[tuple[int, str] | None, bool]:
-        """Find step and URL of the newest checkpoint that others saved, and whether all places have told; on all ranks."""
+        """Find step and URL of the newest checkpoint that others saved, and whether all places have answered; on all ranks."""
         newest = self._ranks.from_first(lambda: self.history.newest(self.steps))
         return (None if newest is None else (newest[0], self.history.shown(newest[1]))), True
 

@@ -63,7 +63,7 @@ def _patch() -> None:
         current = getattr(module, name)
         if not (isinstance(current, partial) and current.func is own):
             if not signals or name in _before:
-                continue  # somebody else has replaced it meanwhile
+                continue  # another library has replaced it since
             _before[name] = current
         setattr(module, name, partial(own, signals) if signals else _before.pop(name))
     if not signals:

@@ -65,14 +65,17 @@ class NearSaves(Saves):
 
         def durable() -> tuple[tuple[int, str] | None, bool, str]:
             try:
-                newest, is_known = self._newest_durable.answer(), True
+                newest = self._newest_durable.answer()
+                is_known = True
             except StorageUnavailable as error:
                 if not self.steps:
                     _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
-                newest, is_known = None, False
+                newest = None
+                is_known = False
             return newest, is_known, self.history.run
 
-        (newest, is_known, run), near = self._ranks.from_first(durable), self._tier.history
+        (newest, is_known, run) = self._ranks.from_first(durable)
+        near = self._tier.history
         found = [] if newest is None else [(newest[0], self.history.shown(newest[1]))]
         if self._tier.is_leader and (not run or near.stored_run() in ("", run)):
             with contextlib.suppress(CheckpointError):  # a record that is damaged counts as none
@@ -288,7 +291,8 @@ class _Question(Generic[T]):
     """What the durable place is asked until it answers, and waited for the first time alone."""
 
     def __init__(self, far: FarPlace, ask: Callable[[], T]) -> None:
-        self._far, self._ask = far, ask
+        self._far = far
+        self._ask = ask
         self._asked: Asked[T] | None = None
 
     def answer(self) -> T:

@@ -71,7 +71,7 @@ class Signals:
         return number in self._handlers
 
     def close(self) -> None:
-        """Restore the handlers that nobody has replaced; those that stay, as others call them, note nothing any more."""
+        """Restore the handlers that no other has replaced; those that stay, as others call them, note nothing any more."""
         if self not in _open:
             return
         assert self._workers is not None
@@ -93,7 +93,8 @@ class Signals:
         self._log()
 
     def _log(self) -> None:
-        reports, self.reports = self.reports, []
+        reports = self.reports
+        self.reports = []
         for report in reports:
             _logger.warning(
                 "%s has asked this job to end, and a loader's process is gone: %s", self.received, report
@@ -107,7 +108,8 @@ class _Handler:
     """The handler of a signal, until its owner closes; then it passes on."""
 
     def __init__(self, owner: Signals, previous: Any) -> None:
-        self.owner, self.previous = owner, previous
+        self.owner = owner
+        self.previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.owner in _open:
@@ -143,7 +145,7 @@ class _Guard:
 
 
 def _in_use(handler: Any) -> Any:
-    """Return the first handler of a chain that is not one of a closed owner, or a guard that nobody needs."""
+    """Return the first handler of a chain that is not one of a closed owner, or a guard that is no longer needed."""
     handler = unwrapped(handler)
     while (isinstance(handler, _Handler) and handler.owner not in _open) or (
         isinstance(handler, _Guard) and not _open
