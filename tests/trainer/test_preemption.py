@@ -118,10 +118,13 @@ def test_workers_that_ran_before_the_manager_may_die(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_a_worker_that_is_killed_is_an_error_as_before(tmp_path: Path, kind: str) -> None:
-    with training(tmp_path / "run", kind) as job:
-        os.kill(job.workers()[0], signal.SIGKILL)
-        status, text = job.end()
-    assert status == 1
+    for attempt in range(5):
+        with training(tmp_path / str(attempt), kind) as job:
+            os.kill(job.workers()[0], signal.SIGKILL)
+            status, text = job.end()
+        assert status == 1
+        if "ConnectionResetError" not in text:  # torch's, while a batch of that worker was on its way: once more
+            break
     assert "is killed by signal: Killed" in text or "exited unexpectedly" in text
     assert "PREEMPTED" not in text
 
