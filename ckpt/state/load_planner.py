@@ -27,7 +27,7 @@ from ckpt.state.model_state import ModelState
 from ckpt.state.optimizer_state import OptimizerState
 from ckpt.state.per_rank import PerRank, own_part, rank_and_world_size
 from ckpt.state.random_state import RandomState
-from ckpt.state.state_parts import Part, each_part, model_of, part_of, sorted_names
+from ckpt.state.state_parts import Part, each_part, model_of, part_of, sorted_names, with_members
 from ckpt.state.stored import StoredPart, StoredState, rename_by, structure_names
 from ckpt.state.targets import Region, Targets, shortened
 from ckpt.torch_private import ShardedTensor, flatten_sharded_tensors
@@ -281,9 +281,10 @@ def plan_parts(parts: Mapping[str, Part], targets: Targets) -> None:
 
 def _parts_of(state_dict: dict[str, Any], stored: StoredState | None = None) -> dict[str, Part]:
     """Take a state dict apart. An optimizer whose stored state is by name has a model of the same state dict, if one fits."""
-    parts = {name: part_of(name, state_dict[name], state_dict) for name in sorted_names(state_dict)}
+    members = with_members(state_dict)
+    parts = {name: part_of(name, members[name], state_dict) for name in sorted_names(members)}
     if stored is not None:
-        for name, value in state_dict.items():
+        for name, value in members.items():
             if isinstance(value, Optimizer) and not _is_numbered(stored.part(name)):
                 parts[name] = OptimizerState(model_of(value, parts), value)
     return parts

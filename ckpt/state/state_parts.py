@@ -81,10 +81,37 @@ def part_of(name: str, value: Any, holder: dict[str, Any]) -> Part:
         return ModelState(value)
     if isinstance(value, Optimizer):
         return OptimizerState(None, value)
-    # Asked in this order because asking for a protocol is slow, and there can be very many tensors.
-    if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):
+    if _has_state(value):
         return PartState(name, value)
     return PlainValue(name, value, holder)
+
+
+def with_members(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict with the members of lists and dicts of objects with state as parts, `schedulers.0`."""
+    members: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if _are_parts(value):
+            keys = value if isinstance(value, Mapping) else range(len(value))
+            named = {f"{name}.{key}": value[key] for key in keys}
+            if taken := sorted(named.keys() & state_dict.keys()):
+                raise ConfigurationError(f"two parts have the name {taken[0]!r}: rename one of them")
+            members |= with_members(named)
+        else:
+            members[name] = value
+    return members
+
+
+def _are_parts(value: Any) -> bool:
+    """Tell whether a value is a list or dict whose members all have a state of their own."""
+    if type(value) not in (list, tuple, dict) or not value:
+        return False
+    members = value.values() if isinstance(value, dict) else value
+    return all(_are_parts(member) or _has_state(member) for member in members)
+
+
+def _has_state(value: Any) -> bool:
+    # Asked in this order because asking for a protocol is slow, and there can be very many tensors.
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 def values_to_save(
@@ -99,6 +126,7 @@ def values_to_save(
     values: dict[str, Any] = {}
     structures: dict[str, Any] = {}
     described = Description()
+    state_dict = with_members(state_dict)
 
     def resolve(name: str) -> None:
         part = described.parts[name] = part_of(name, state_dict[name], {})
@@ -181,12 +209,13 @@ def training_state(
         rng: include the random states of Python, NumPy, torch and the current device. They are each
             rank's own, and are restored if the number of ranks is the same.
         parts: everything else, by name: objects with `state_dict` and `load_state_dict` (a
-            scheduler, a loader), other models and optimizers, tensors, or plain values. None is left out.
+            scheduler, a loader), other models and optimizers, lists and dicts of these (their members
+            are `schedulers.0`, ...), tensors, or plain values. None is left out.
 
     Raises:
         ConfigurationError: an optimizer without its model, or something that is no model or optimizer.
     """
-    state = {name: part for name, part in parts.items() if part is not None}
+    state = with_members({name: part for name, part in parts.items() if part is not None})
     if model is not None:
         state["model"] = ModelState(model)
     if optimizer is not None:
@@ -195,7 +224,7 @@ def training_state(
                 "optimizer= needs model=: optimizer state is saved under the names of the model's parameters"
             )
         state["optimizer"] = OptimizerState(state["model"], optimizer)
-    for name, part in parts.items():
+    for name, part in state.items():
         if isinstance(part, Optimizer):
             state[name] = OptimizerState(model_of(part, state), part)
     if rng:

@@ -335,6 +335,47 @@ def test_a_model_alone_loads_from_a_checkpoint_that_has_more(tmp_path: Path) -> 
     assert digest(other.state_dict()) == digest(model.state_dict())
 
 
+def _net_with_two_optimizers(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    adam = torch.optim.AdamW(net[0].parameters(), lr=0.1)
+    sgd = torch.optim.SGD(net[1].parameters(), lr=0.2, momentum=0.9)
+    schedulers = {
+        "adam": torch.optim.lr_scheduler.StepLR(adam, 1),
+        "sgd": torch.optim.lr_scheduler.StepLR(sgd, 1),
+    }
+    return {"model": net, "optimizers": [adam, sgd], "schedulers": schedulers}
+
+
+@pytest.mark.parametrize("way", ["manager", "load"])
+def test_members_of_lists_and_dicts_are_parts(way: str, tmp_path: Path) -> None:
+    saved = _net_with_two_optimizers(0)
+    saved["model"](torch.ones(4)).sum().backward()
+    for stepped in (*saved["optimizers"], *saved["schedulers"].values()):
+        stepped.step()
+    fresh = _net_with_two_optimizers(1)
+    if way == "manager":
+        with ckpt.CheckpointManager(tmp_path / "run", **OPTIONS) as manager:
+            manager.save(1, **saved)
+        with ckpt.CheckpointManager(tmp_path / "run", **OPTIONS) as manager:
+            assert manager.restore(**fresh).certificate.is_exact
+    else:
+        ckpt.save(saved, tmp_path / "one", no_dist=True)
+        ckpt.load(fresh, tmp_path / "one", no_dist=True)
+    assert digest(fresh["model"].state_dict()) == digest(saved["model"].state_dict())
+    for number in (0, 1):
+        expected = saved["optimizers"][number].state_dict()
+        assert digest(fresh["optimizers"][number].state_dict()) == digest(expected)
+    for name, scheduler in saved["schedulers"].items():
+        assert fresh["schedulers"][name].state_dict() == scheduler.state_dict()
+
+
+def test_a_member_and_a_part_of_one_name_are_refused(tmp_path: Path) -> None:
+    state = _net_with_two_optimizers(0)
+    with pytest.raises(ConfigurationError, match=r"two parts have the name 'optimizers\.0'"):
+        ckpt.save({**state, "optimizers.0": torch.ones(1)}, tmp_path / "one", no_dist=True)
+
+
 def test_an_optimizer_that_has_not_stepped_is_not_stepped(tmp_path: Path) -> None:
     """torch steps an optimizer to find out what its state looks like; the run must not notice."""
 
