@@ -81,7 +81,22 @@ Rule = Callable[[Request], Action]
 """What to do with a request: "pass"; (status, code), or with headers, to refuse it with; "lose" its reply; for reads also
 "200" (with Content-Range), "whole" (Range ignored), "shifted" (another range, and says so), "unnamed" (206
 without Content-Range), "cut" the body in the middle, "stall" there; for writes "shorten" what is kept, "bare" (a reply
-without headers)."""
+without headers); for all "more" (a whole reply behind the right one), "interim" (replies 1xx before it); "forget" (nothing
+is done, and success is answered), "empty", "page" and "error" (the same, with that body), "done" (it is done, and the
+answer is an error under the status 200)."""
+
+INTERIM = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+FALSE = b"the wrong content"
+MORE = (
+    b"HTTP/1.1 206 Partial Content\r\nContent-Length: 17\r\nContent-Range: bytes 0-16/17\r\nETag: \"false\"\r\n\r\n" + FALSE
+)
+ERROR = b"<Error><Code>InternalError</Code><Message>InternalError</Message></Error>"
+ANSWERS = {
+    "forget": b"<CompleteMultipartUploadResult></CompleteMultipartUploadResult>",
+    "empty": b"",
+    "page": b"<html>hello</html>",
+    "error": ERROR,
+}
 
 
 @dataclass
@@ -165,7 +180,11 @@ class _Handler(Handler):
                 action = state.rule(request)
                 if isinstance(action, tuple):
                     raise _Refused(*action)
-                status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
+                if action in ANSWERS:
+                    status, extra, reply = 200, {"etag": '"false"'}, ANSWERS[action]
+                else:
+                    status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
+                reply = ERROR if action == "done" else reply
         except _Refused as refused:
             status, extra = refused.status, refused.headers
             region = f"<Region>{region}</Region>" if (region := extra.get("x-amz-bucket-region")) else ""
@@ -177,7 +196,8 @@ class _Handler(Handler):
         date = formatdate(time.time() + state.clock_offset_s, usegmt=True)
         extra = {"date": date, **({} if action == "bare" else extra)}
         sent = len(reply) // 2 if action in ("cut", "stall") else len(reply)
-        self.answer(status, extra, reply, sent=sent)
+        around = INTERIM if action == "interim" else b"", MORE if action == "more" else b""
+        self.answer(status, extra, reply, sent=sent, around=around)
         self.close_connection = state.close_connections or sent < len(reply)
         if action == "stall":
             time.sleep(3)
