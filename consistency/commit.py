@@ -154,7 +154,10 @@ def publish(
         _judge_failure(store, record, error, min(confirm_s, _CONFIRM_TIMEOUT_S))
         return False
     prompt = store.capabilities.cross_client_visibility
-    if _look_for(store, record, min(confirm_s, _CONFIRM_TIMEOUT_S if prompt else _STALE_SIZE_TIMEOUT_S)) == record:
+    if (
+        _look_for(store, record, min(confirm_s, _CONFIRM_TIMEOUT_S if prompt else _STALE_SIZE_TIMEOUT_S))
+        == record
+    ):
         return True
     raise CommitUnknown(
         "the storage acknowledged the commit record, and does not show it: it may appear, or not have been kept, or "

@@ -120,9 +120,7 @@ class S3ApiStore(Store):
             try:
                 if body.nbytes > size:
                     compare = functools.partial(holds, self, key, body)
-                    return put_in_parts(
-                        self._s3, key, body, size, create=create, note=note, holds=compare
-                    )
+                    return put_in_parts(self._s3, key, body, size, create=create, note=note, holds=compare)
                 with body.part(0, body.nbytes) as part:
                     self._s3.put(key, part, create=create)
                 return 0

@@ -88,7 +88,8 @@ answer is an error under the status 200)."""
 INTERIM = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
 FALSE = b"the wrong content"
 MORE = (
-    b"HTTP/1.1 206 Partial Content\r\nContent-Length: 17\r\nContent-Range: bytes 0-16/17\r\nETag: \"false\"\r\n\r\n" + FALSE
+    b'HTTP/1.1 206 Partial Content\r\nContent-Length: 17\r\nContent-Range: bytes 0-16/17\r\nETag: "false"\r\n\r\n'
+    + FALSE
 )
 ERROR = b"<Error><Code>InternalError</Code><Message>InternalError</Message></Error>"
 ANSWERS = {
