@@ -123,6 +123,8 @@ class StrictS3(S3Server):
     lock: threading.Lock = field(default_factory=threading.Lock)
     ids: Iterator[int] = field(default_factory=itertools.count)
     connections: Iterator[int] = field(default_factory=itertools.count)
+    connected: int = 0
+    idle: threading.Condition = field(default_factory=threading.Condition)
     close_connections: bool = False
     last_etag: tuple[bytes | None, str] = None, ""
 
@@ -138,6 +140,11 @@ class StrictS3(S3Server):
         if self.last_etag[0] is not data:
             self.last_etag = data, _etag(data)
         return self.last_etag[1]
+
+    def settle(self) -> None:
+        """Wait until no client is connected: what a killed one has sent has arrived."""
+        with self.idle:
+            assert self.idle.wait_for(lambda: not self.connected, 60)
 
     def sent(self, operation: str) -> list[Request]:
         return [request for request in self.requests if request.operation == operation]
@@ -163,6 +170,14 @@ class _Handler(Handler):
     def setup(self) -> None:
         super().setup()
         self.connection_number = next(self.state.connections)
+        with self.state.idle:
+            self.state.connected += 1
+
+    def finish(self) -> None:
+        super().finish()
+        with self.state.idle:
+            self.state.connected -= 1
+            self.state.idle.notify_all()
 
     def serve(self) -> None:
         state = self.state
@@ -316,7 +331,7 @@ class _Handler(Handler):
         ):
             raise _Refused(400, "MissingChecksum")
         upload_id = f"upload-{next(self.state.ids)}"
-        self.state.uploads[upload_id] = Upload(request.name, time.time())
+        self.state.uploads[upload_id] = Upload(request.name, time.time() + self.state.clock_offset_s)
         answer = (
             f"<InitiateMultipartUploadResult><UploadId>{upload_id}</UploadId></InitiateMultipartUploadResult>"
         )
