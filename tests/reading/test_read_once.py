@@ -364,7 +364,7 @@ def _one_is_killed(rank: int, url: str) -> str:
 
     PATCH.setattr(Messages, "begin_send", die)
     with pytest.raises(LoadFailed) as caught:
-        ckpt.load(emptied(saved), url)  # its deadline is far away
+        ckpt.load(emptied(saved), url, timeout_s=20)
     return str(caught.value)
 
 

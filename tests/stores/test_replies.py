@@ -13,12 +13,21 @@ import pytest
 import torch
 from support.clock import skip_pauses_of_s3
 from support.forward_proxy import certificate
-from support.strict_s3 import FALSE, Action, Request, StrictS3, strict_s3
+from support.http_core import Handler, http_server
+from support.strict_s3 import FALSE, INTERIM, MORE, Action, Request, StrictS3, strict_s3
 
 import ckpt
 from ckpt.backends.base import MIB, PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
-from ckpt.errors import IntegrityError, NotCommitted, NotFound, SaveFailed, StorageError, StorageUnavailable
+from ckpt.errors import (
+    AccessDenied,
+    IntegrityError,
+    NotCommitted,
+    NotFound,
+    SaveFailed,
+    StorageError,
+    StorageUnavailable,
+)
 from ckpt.testing import CheckedBody
 
 DATA = secrets.token_bytes(13 * MIB + 5)
@@ -221,3 +230,43 @@ def test_a_commit_record_is_read_back(server: StrictS3, action: str, monkeypatch
         with pytest.raises((NotCommitted, NotFound)):
             ckpt.load(found, "s3://bucket/c", **save)
     assert FALSE not in server.objects.values()
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_no_redirect_leads_out_of_tls(tmp_path: Path, status: int) -> None:
+    """Neither the data nor the credentials go to where a reply says."""
+    context, trusted = certificate(tmp_path)
+    with strict_s3() as plain, strict_s3(tls=context) as server:
+        more = {"client_kwargs": {"verify": str(trusted)}}
+        with contextlib.closing(open_store("s3://bucket/root", {**server.options, **more})) as store:
+            put_bytes(store, "small", b"abc")
+            assert read_bytes(store, "small") == b"abc"  # from now on requests go without the SDK too
+            to = {"location": f"{plain.endpoint_url}/bucket/root/small"}
+            server.rule = lambda request: (status, "TemporaryRedirect", to)
+            for act in _requests(store, 5).values():
+                with pytest.raises(StorageError):
+                    act()
+        assert not plain.requests
+
+
+class _Refusing(Handler):
+    """Refuses a body before it is sent, and sends one reply more."""
+
+    def handle_expect_100(self) -> bool:
+        self.answer(403, {}, b"<Error><Code>AccessDenied</Code></Error>", around=(INTERIM, MORE))
+        return False
+
+    def serve(self) -> None:
+        self.rfile.read(self.length)
+        data = b"the right content"
+        self.answer(206, {"content-range": f"bytes 0-{len(data) - 1}/{len(data)}", "etag": '"right"'}, data)
+
+
+def test_a_refusal_before_the_body_ends_the_connection() -> None:
+    with http_server(_Refusing) as port:
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "max_attempts": 2}
+        with contextlib.closing(open_store("s3://bucket/root", options, threads=1)) as store:
+            for _ in range(3):
+                with pytest.raises(AccessDenied):
+                    put_bytes(store, "k", b"x" * 100_000)
+                assert read_bytes(store, "small") == b"the right content"
