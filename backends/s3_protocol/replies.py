@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import logging
 import socket
+from http.client import SWITCHING_PROTOCOLS, BadStatusLine, HTTPResponse, parse_headers
 from typing import Any
 
 _logger = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ _MOST_INTERIM = 100
 """Interim replies (1xx) before the one that counts. No server has reason to send so many."""
 
 
-class Reply(http.client.HTTPResponse):
+class Reply(HTTPResponse):
     """The reply to a request: the first that is not interim (1xx).
 
     The connection is shut down if more has come than the reply: who takes it from the pool sees that it has ended.
@@ -30,10 +30,10 @@ class Reply(http.client.HTTPResponse):
         for _ in range(_MOST_INTERIM):
             line: tuple[str, int, str] = self._status_tuple or super()._read_status()  # type: ignore[misc]
             self._status_tuple = None
-            if not 100 <= line[1] < 200 or line[1] == http.client.SWITCHING_PROTOCOLS:
+            if not 100 <= line[1] < 200 or line[1] == SWITCHING_PROTOCOLS:
                 return line
-            http.client.parse_headers(self.fp)
-        raise http.client.BadStatusLine(f"more than {_MOST_INTERIM} interim replies")
+            parse_headers(self.fp)
+        raise BadStatusLine(f"more than {_MOST_INTERIM} interim replies")
 
     def _close_conn(self) -> None:
         if self.fp is not None and isinstance(self._socket, socket.socket) and self._has_more():

@@ -13,10 +13,10 @@ import msgspec
 from ckpt.backends.base import Store, is_key, put_bytes
 from ckpt.consistency import environment
 from ckpt.consistency.commit import read_record_bytes
-from ckpt.consistency.run_clock import RunClock
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError
 from ckpt.format.records import is_run_id
+from ckpt.format.run_clock import RunClock
 
 RUN_KEY = "ckpt-run.json"
 _FORMAT = "ckpt-storage-run"

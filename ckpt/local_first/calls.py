@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.collective import place_of
-from ckpt.consistency.run_clock import RunClock
 from ckpt.errors import CheckpointError, ConfigurationError, NotCommitted, NotFound, SaveFailed, StorageError
 from ckpt.format.records import read_commit
+from ckpt.format.run_clock import RunClock
 from ckpt.format.run_record import RunStamp
 from ckpt.local_first.drain_process import current_status, problem_since
 from ckpt.local_first.far_place import Asked, FarPlace

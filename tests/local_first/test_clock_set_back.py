@@ -15,8 +15,8 @@ import ckpt
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.environment import Environment
-from ckpt.consistency.run_clock import RunClock
 from ckpt.format.records import read_commit
+from ckpt.format.run_clock import RunClock
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.local_first import calls
 from ckpt.trainer_integration import keeping

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckpt.consistency.run_clock import RunClock
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.dcp_view import stored_bytes
+from ckpt.format.run_clock import RunClock
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.ranks.group import Ranks
 from ckpt.tools.preflight import check_place
