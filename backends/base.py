@@ -32,17 +32,24 @@ from ckpt.backends.bodies import (
 )
 from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.options import redact_url, scrub, take_options
-from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    ConfigurationError,
+    IntegrityError,
+    NotFound,
+    StorageUnavailable,
+)
 
 __all__ = [
     "Capabilities", "Condition", "ObjectStat", "PutMode", "RawRequests", "Store", "UploadNote",
     # for stores: what they get, give and check
     "Body", "BodyError", "BytesBody", "CheckedBody", "Part", "body_errors_unchanged", "open_part",
     "Read", "Reads", "fill", "remaining",
-    "check_kept", "is_key", "part_size_bytes", "refuse_existing", "transfer_size_bytes",
+    "check_kept", "check_stored", "is_key", "part_size_bytes", "refuse_existing", "transfer_size_bytes",
     "redact_url", "scrub", "take_options",
     # for users of any store
-    "check_key", "exists", "put_bytes", "read_bytes",
+    "check_key", "exists", "holds", "put_bytes", "read_bytes",
 ]  # fmt: skip
 
 MIB = 1 << 20
@@ -393,3 +400,27 @@ def check_kept(kept_bytes: int, sent_bytes: int, *, url: str, key: str) -> None:
     """Raise IntegrityError unless all bytes were kept. They stay: they may be another writer's."""
     if kept_bytes != sent_bytes:
         raise IntegrityError(f"the store kept {kept_bytes} of {sent_bytes} bytes sent", url=url, key=key)
+
+
+def check_stored(look: Callable[[], ObjectStat], sent_bytes: int, *, url: str, key: str) -> None:
+    """Raise IntegrityError unless the store has the object that it acknowledged. That it can't be seen now is no error."""
+    try:
+        check_kept(look().size_bytes, sent_bytes, url=url, key=key)
+    except NotFound as error:
+        text = "the store acknowledged the object, and does not have it"
+        raise IntegrityError(text, url=url, key=key) from error
+    except (AccessDenied, StorageUnavailable):
+        pass
+
+
+def holds(store: Store, key: str, body: Body) -> bool:
+    """Tell whether the object at `key` has the bytes of `body`: it is read and compared. Raises StorageError."""
+    if store.stat(key).size_bytes != body.nbytes:
+        return False
+    for start in range(0, body.nbytes, WRITE_SIZE_BYTES):
+        with body.part(start, min(start + WRITE_SIZE_BYTES, body.nbytes)) as part:
+            found = [memoryview(bytearray(buffer.nbytes)) for buffer in part.buffers]
+            store.read_into(key, start, found)
+            if any(one != other for one, other in zip(found, part.buffers, strict=True)):
+                return False
+    return True

@@ -22,6 +22,8 @@ from ckpt.backends.base import (
     PutMode,
     Store,
     check_kept,
+    check_stored,
+    holds,
     is_key,
     part_size_bytes,
     refuse_existing,
@@ -80,11 +82,18 @@ class FsspecStore(Store):
                     self._put_deferred(key, body, size, create)
                 else:
                     self._put_moved(key, body, size)
+        except StorageError as error:
+            if error.settled or not self._holds(key, body):
+                raise
         finally:
             forget_listings(self.url, [key])
-        with contextlib.suppress(AccessDenied, StorageUnavailable):
-            # The put was acknowledged; that nobody may or can look changes nothing.
-            check_kept(self.stat(key).size_bytes, body.nbytes, url=self.url, key=key)
+        check_stored(functools.partial(self.stat, key), body.nbytes, url=self.url, key=key)
+
+    def _holds(self, key: str, body: Body) -> bool:
+        """Tell whether a put that failed was carried out: its answer was lost, or an error."""
+        with contextlib.suppress(StorageError):
+            return holds(self, key, body)
+        return False
 
     def _put_deferred(self, key: str, body: Body, size: int, create: bool) -> None:
         """Put a file that exists once `commit` has returned, and not if anything fails before."""

@@ -34,7 +34,7 @@ _READ_ATTEMPTS = 5
 _STALE_SIZE_TIMEOUT_S = 60.0
 """For how long a client may remember the size of an object that was replaced (NFS: `acregmax`)."""
 _CONFIRM_TIMEOUT_S = 10.0
-"""How long to look for the record after its put got no answer."""
+"""How long to look for the record after its put."""
 
 
 def read_commit_bytes(store: Store) -> bytes | None:
@@ -128,18 +128,18 @@ def publish(
 ) -> bool:
     """Make the save described by `record` the checkpoint at this place.
 
-    Returns whether the store acknowledged it. If not, the record was seen at its place anyway.
+    The record was then seen at its place, whatever the store said. Returns whether the store acknowledged it.
 
     Args:
         record: the commit record, whose objects are all durable.
         previous: the commit record found here when the save began; it must still be there.
-        confirm_s: how long to look for a record whose put got no answer (10 s at most).
+        confirm_s: how long to look for the record (at most 10 s; 60 s on storage that lags and acknowledged it).
         check: called last before that put; what it raises ends the save, of which nothing was committed.
 
     Raises:
         CommitConflict: the place does not hold `previous` any more.
-        CommitUnknown: the put got no answer, and the record is not to be seen. It may still appear,
-            so nothing that it lists may be deleted. Or the record is there, but may not be durable.
+        CommitUnknown: the record is not to be seen, and its put got no answer, or was acknowledged. It may still
+            appear, so nothing that it lists may be deleted. Or the record is there, but may not be durable.
         CommitError: the commit failed; what was committed before still is.
     """
     if read_commit_bytes(store) != previous:
@@ -148,16 +148,32 @@ def publish(
     mode = PutMode.CREATE if previous is None else PutMode.OVERWRITE
     try:
         put_bytes(store, COMMIT_KEY, record, mode=mode)
-        return True
     except CheckpointError as error:
         # A retried put can fail, or find its own record, after a first try that worked but whose
         # reply was lost. So whatever the error: if the place holds the record, that is the answer.
-        failure = error
+        _judge_failure(store, record, error, min(confirm_s, _CONFIRM_TIMEOUT_S))
+        return False
+    prompt = store.capabilities.cross_client_visibility
+    if (
+        _look_for(store, record, min(confirm_s, _CONFIRM_TIMEOUT_S if prompt else _STALE_SIZE_TIMEOUT_S))
+        == record
+    ):
+        return True
+    raise CommitUnknown(
+        "the storage acknowledged the commit record, and does not show it: it may appear, or not have been kept, or "
+        "another save replaced it; look again before trusting or deleting this save",
+        url=store.url,
+        key=COMMIT_KEY,
+    )
+
+
+def _judge_failure(store: Store, record: bytes, failure: CheckpointError, confirm_s: float) -> None:
+    """Return if the commit is there although its put failed; raise as `publish` does if not."""
     refused = isinstance(failure, AlreadyExists)
     settled = isinstance(failure, StorageError) and failure.settled
-    commit = _look_for(store, record, 0.0 if settled or refused else min(confirm_s, _CONFIRM_TIMEOUT_S))
+    commit = _look_for(store, record, 0.0 if settled or refused else confirm_s)
     if commit == record and store.capabilities.visible_is_durable:
-        return False
+        return
     if commit == record:
         raise CommitUnknown(
             f"the checkpoint was committed and can be loaded, but may be lost in a power failure ({failure.message}); "

@@ -72,6 +72,8 @@ class _Within(KeepRule):
     seconds: float
 
     def keeps(self, checkpoints: Sequence[RunCheckpoint], now_s: float) -> dict[int, str]:
+        # A clock that was set back is behind the newest of them.
+        now_s = max([now_s, *(checkpoint.saved_at_s for checkpoint in checkpoints)])
         young = [old.step for old in checkpoints if now_s - old.saved_at_s <= self.seconds]
         return dict.fromkeys(young, f"of the last {self.seconds:g} s")
 

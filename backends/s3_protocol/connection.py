@@ -24,6 +24,7 @@ from ckpt.backends.s3_protocol.errors import (
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
 from ckpt.backends.s3_protocol.repeated_requests import RepeatedRequests
+from ckpt.backends.s3_protocol.replies import use_replies
 from ckpt.backends.s3_protocol.request_arguments import secrets_of, send_arguments
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.backends.s3_protocol.tls import use_large_pieces
@@ -117,6 +118,7 @@ class S3Connection:
             shown, cause = scrub_error(error, text_of(error), self.secrets())
             raise kind(f"cannot use these options: {shown}", url=self.url) from cause
         use_large_pieces(client)
+        use_replies(client)
         client.meta.events.register("before-send.s3", send_whole_buffers)
         client.meta.events.register_first("needs-retry.s3.HeadBucket", _look_for_no_region)
         client.meta.events.register("request-created.s3", self._note_secrets)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 from typing import Any
 
 from ckpt.backends.s3_protocol.http_bodies import PartReader
+from ckpt.backends.s3_protocol.replies import Reply
 
 _MAX_REPLY_BYTES = 1 << 16
 
@@ -19,7 +19,7 @@ class Exchange:
         self.response: Any = None
 
     def send(self, method: str, head: bytes, body: PartReader | None) -> int:
-        """Send the request; return the status of the reply, whose body is read if the request had one."""
+        """Send the request; return the status of the reply, whose body is not read yet."""
         self.connection = connection = self._pool._get_conn()
         if connection.sock is None:
             connection.timeout = self._pool.timeout.connect_timeout
@@ -29,12 +29,14 @@ class Exchange:
         sock.sendall(head)
         for piece in body.pieces() if body is not None else ():
             sock.sendall(piece)
-        self.response = http.client.HTTPResponse(sock, method=method)
+        self.response = Reply(sock, method=method)
         self.response.begin()
-        if body is not None:
-            self.response.read(_MAX_REPLY_BYTES)
         status: int = self.response.status
         return status
+
+    def has_body(self) -> bool:
+        """Tell whether the reply has a body, or did not end; it is read up to 64 KiB."""
+        return bool(self.response.read(_MAX_REPLY_BYTES)) or not self.response.isclosed()
 
     def close(self) -> None:
         """Give the connection back for reuse if the reply was read to its end, else drop it."""
@@ -68,18 +70,14 @@ class ReplyBytes:
 
     def __init__(self, exchange: Exchange) -> None:
         self._response, self._socket = exchange.response, exchange.connection.sock
-        self._ahead: bytes | None = None
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view`; return the number of bytes that came before the end."""
-        if self._ahead is None:
-            self._ahead = self._response.fp.peek()  # it came with the headers
-        filled = min(len(self._ahead), view.nbytes)
-        view[:filled], self._ahead = self._ahead[:filled], self._ahead[filled:]
-        while filled < view.nbytes:
+        """Fill `view`, but not beyond the end of the reply; return the number of bytes that came."""
+        view = view[: self._response.length]
+        filled: int = self._response.fp.readinto1(view)  # first those that came with the headers
+        got = filled
+        while got and filled < view.nbytes:
             got = self._socket.recv_into(view[filled:])
-            if not got:
-                break
             filled += got
         self._response.length -= filled
         return filled

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.backends.base import UploadNote, check_kept
+from ckpt.backends.base import UploadNote, check_stored
 from ckpt.backends.bodies import Body
 from ckpt.backends.s3_protocol.errors import Malformed, UploadGone
 from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
 from ckpt.backends.s3_protocol.resumed_uploads import Upload, may_pass, take_up, try_to_abort
-from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
+from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.lanes import run_in_lanes
 
 
@@ -27,10 +28,11 @@ def put_in_parts(
     *,
     create: bool,
     note: UploadNote | None = None,
+    holds: Callable[[], bool] = lambda: False,
 ) -> int:
     """Put an object in parts; return the bytes that were there, of an upload that `note` remembers.
 
-    On any failure the upload is aborted; with a `note` only on one that does not pass by itself.
+    `holds` compares the object at `key` with `body`: whether a completion that got no answer happened. On any failure the upload is aborted; with a `note` only on one that does not pass by itself.
 
     Raises:
         IntegrityError: the store kept another number of bytes.
@@ -42,57 +44,65 @@ def put_in_parts(
         upload = Upload(begin_upload(s3, key, checksums=checksums), part_size_bytes, checksums)
         if note is not None:
             note.write(upload.noted(s3, key, body))
-    upload_id = upload.id
     try:
         parts = _send_parts(s3, key, body, upload)
         crc = body.crc64nvme() if checksums else None
         try:
-            try:
-                s3.complete_upload(key, upload_id, parts, crc, create=create)
-            except Malformed:
-                # Swift's schema of this document is older than these checksums. Nothing was done.
-                s3.lists_checksums = False
-                s3.complete_upload(key, upload_id, parts, crc, create=create)
+            _complete(s3, key, upload.id, parts, crc, create=create)
         except (UploadGone, StorageError) as error:
             # Any try but the last may have worked with its reply lost: a retry then finds no
             # upload, or (with a condition) the object that it made itself.
             settled = isinstance(error, StorageError) and error.settled
-            if settled or not _is_ours(s3, key, body.nbytes, parts, crc):
+            if settled or not _is_ours(s3, key, body.nbytes, parts, crc, holds):
                 raise
+        check_stored(functools.partial(s3.stat, key), body.nbytes, url=s3.url, key=key)
     except BaseException as error:
         if note is None or not may_pass(error):
-            try_to_abort(s3, key, upload_id)
+            try_to_abort(s3, key, upload.id)
             if note is not None:
                 note.clear()
         raise
     if note is not None:
         note.clear()
-    with contextlib.suppress(AccessDenied, StorageUnavailable):
-        # The put was acknowledged; that nobody may or can look changes nothing.
-        check_kept(s3.stat(key).size_bytes, body.nbytes, url=s3.url, key=key)
     return upload.there_bytes
+
+
+def _complete(
+    s3: S3Requests, key: str, upload_id: str, parts: list[dict[str, Any]], crc: int | None, *, create: bool
+) -> None:
+    try:
+        s3.complete_upload(key, upload_id, parts, crc, create=create)
+    except Malformed:
+        # Swift's schema of this document is older than these checksums. Nothing was done.
+        s3.lists_checksums = False
+        s3.complete_upload(key, upload_id, parts, crc, create=create)
 
 
 def begin_upload(s3: S3Requests, key: str, *, checksums: bool) -> str:
     """Begin an upload, and only one; return its id."""
-    began = time.monotonic()
-    upload_id, was_retried = s3.start_upload(key, checksums=checksums)
+    began_s = time.monotonic()
+    try:
+        upload_id, was_retried = s3.start_upload(key, checksums=checksums)
+    except StorageUnavailable:
+        _abort_twins(s3, key, "", began_s)
+        raise
     if was_retried:
-        _abort_twins(s3, key, upload_id, time.monotonic() - began)
+        _abort_twins(s3, key, upload_id, began_s)
     return upload_id
 
 
-def _abort_twins(s3: S3Requests, key: str, upload_id: str, took_s: float) -> None:
-    """Abort uploads of `key` that tries before this one may have begun, their replies lost.
+def _abort_twins(s3: S3Requests, key: str, upload_id: str, began_s: float) -> None:
+    """Abort uploads of `key` but `upload_id` that were begun since `began_s`, and whose replies were lost.
 
-    Only those begun while the call ran, by the server's clock: an older one is another client's.
+    The server's clock dates the uploads and its reply. Between the two it has gone on by no more than ours has from
+    `began_s` to the coming of the reply, however slow any of it was. An older upload is another client's.
     """
     with contextlib.suppress(StorageError):
         for page in s3.upload_pages(key):
-            now = _server_time(page)
+            now, passed_s = _server_time(page), time.monotonic() - began_s
             if now is None:
                 return
-            since = now - timedelta(seconds=took_s + 2)  # both times are whole seconds
+            since = now - timedelta(seconds=passed_s + 2)  # both times are whole seconds
             for upload in page.get("Uploads", ()):
                 begun = upload.get("Initiated")
                 is_twin = upload.get("Key") == s3.prefix + key and upload["UploadId"] != upload_id
@@ -124,18 +134,26 @@ def _send_parts(s3: S3Requests, key: str, body: Body, upload: Upload) -> list[di
     return [part for _, part in sorted({**upload.parts, **sent}.items())]
 
 
-def _is_ours(s3: S3Requests, key: str, nbytes: int, parts: list[dict[str, Any]], crc: int | None) -> bool:
+def _is_ours(
+    s3: S3Requests,
+    key: str,
+    nbytes: int,
+    parts: list[dict[str, Any]],
+    crc: int | None,
+    holds: Callable[[], bool],
+) -> bool:
     """Tell whether the object at `key` is surely the one whose completion got no answer."""
     try:
         reply = s3.head(key, ChecksumMode="ENABLED")
+        if reply.get("ContentLength") != nbytes:
+            return False
+        kept = reply.get("ChecksumCRC64NVME")
+        if crc is not None and kept is not None:
+            return bool(kept == encode_crc(crc))
+        expected = _composite_etag(parts)
+        return (expected is not None and etag_of(reply) == expected) or holds()
     except StorageError:
         return False
-    if reply.get("ContentLength") != nbytes:
-        return False
-    if crc is not None and reply.get("ChecksumCRC64NVME") == encode_crc(crc):
-        return True
-    expected = _composite_etag(parts)
-    return expected is not None and etag_of(reply) == expected
 
 
 def _composite_etag(parts: Sequence[Mapping[str, Any]]) -> str | None:

@@ -224,14 +224,16 @@ class RepeatedRequests:
                 *(f"{header}: {value}" for header, value in signed.items()),
             ]
             status = exchange.send(method, "\r\n".join([*lines, "", ""]).encode(), body)
+            is_plain = status in _EXPECTED[operation] and (body is None or not exchange.has_body())
         except CheckpointError:  # it was cancelled
             exchange.drop()
             raise
         except Exception as error:
             status, problem, unreachable = 0, scrub(text_of(error), self._secrets()), is_unreachable(error)
+            is_plain = False
         else:
             problem = f"the server answered {status}"
-        if status in _EXPECTED[operation]:
+        if is_plain:
             self._go_on(began_s)
             return exchange
         _logger.debug("%s is left to the SDK: %s", operation, problem)

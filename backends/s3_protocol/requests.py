@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.backends.base import Condition, ObjectStat
+from ckpt.backends.base import Condition, ObjectStat, check_stored
 from ckpt.backends.bodies import Part
 from ckpt.backends.s3_protocol.connection import S3Connection
 from ckpt.backends.s3_protocol.errors import (
@@ -59,13 +60,15 @@ class S3Requests(S3Connection):
 
     def put(self, key: str, part: Part, *, create: bool) -> None:
         with self.translated(key, "put", *(_REFUSALS if create else ())):
-            self.client.put_object(
+            reply = self.client.put_object(
                 **self.object(key),
                 Body=PartReader(part),
                 ContentLength=part.nbytes,
                 **self._checksum(part),
                 **_condition(create),
             )
+        if not etag_of(reply):  # which S3 servers send: a proxy may have answered
+            check_stored(functools.partial(self.stat, key), part.nbytes, url=self.url, key=key)
 
     def start_upload(self, key: str, *, checksums: bool) -> tuple[str, bool]:
         """Start a multipart upload; return its id, and whether the request was sent again."""
@@ -297,7 +300,9 @@ def _range_problem(reply: Mapping[str, Any], where: dict[str, Any]) -> Checkpoin
     range, and caches answer 206 with another one.
     """
     start, stop = where["start"], where["stop"]
-    length = int(reply["ContentLength"])
+    length = reply.get("ContentLength")
+    if not isinstance(length, int):
+        return StorageError("the server does not say how many bytes it sent", **where)
     match = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange") or ""))
     if match is None:
         if reply["ResponseMetadata"]["HTTPStatusCode"] == 206:

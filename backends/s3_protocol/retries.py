@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt.backends.options import scrub
 from ckpt.backends.retries import Retry, current_policy
+from ckpt.backends.s3_protocol.answers import refuse_foreign
 from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
 
 _logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Retries:
         ) -> float | None:
             if caught_exception is not None:
                 return self._judge(attempts, caught_exception, secrets)
+            refuse_foreign(operation.name, *response)
             return self._judge_reply(attempts, *response, is_head=operation.name.startswith("Head"))
 
         def note(request: Any, **_: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 import time
@@ -26,6 +27,7 @@ from ckpt.backends.base import (
     UploadNote,
     check_key,
     delete_in_batches,
+    holds,
     is_key,
     part_size_bytes,
     refuse_existing,
@@ -117,7 +119,8 @@ class S3ApiStore(Store):
         for attempt in itertools.count(1):
             try:
                 if body.nbytes > size:
-                    return put_in_parts(self._s3, key, body, size, create=create, note=note)
+                    compare = functools.partial(holds, self, key, body)
+                    return put_in_parts(self._s3, key, body, size, create=create, note=note, holds=compare)
                 with body.part(0, body.nbytes) as part:
                     self._s3.put(key, part, create=create)
                 return 0

@@ -53,7 +53,7 @@ class TlsSocket(socket.socket):
     """A client's end of a TLS connection. It takes over the connection `sock`, and shakes hands.
 
     As `ssl.SSLSocket` does by default, it takes a connection's end for the end of the bytes: HTTP tells how many there are.
-    It receives no byte beyond what is asked for, but the rest of a record: who looks at an idle connection sees them.
+    It receives no byte beyond what is asked for, but the rest of a record, which a `Reply` looks for at its end.
     """
 
     def __init__(
@@ -114,6 +114,11 @@ class TlsSocket(socket.socket):
             self._sessions.keep(self._server, self._tls.session)
             self._is_session_kept = True
         return filled
+
+    @property
+    def is_in_record(self) -> bool:
+        """Tell whether a record has begun to come, and is not whole."""
+        return bool(self._left or self._head or self._incoming.pending)
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
         data = bytearray(bufsize)

@@ -6,7 +6,6 @@ says.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +16,7 @@ from ckpt.consistency.commit import read_record_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError
 from ckpt.format.records import is_run_id
+from ckpt.format.run_clock import RunClock
 
 RUN_KEY = "ckpt-run.json"
 _FORMAT = "ckpt-storage-run"
@@ -70,11 +70,15 @@ class RunStamp:
 
     Attributes:
         run: the id of the run, which tells its checkpoints from those of others; empty: it is not known.
-        not_before_s: the earliest time since 1970 for the save, whatever the clock says.
+        clock: says when it was made; None: the machine's.
     """
 
     run: str = ""
-    not_before_s: float = -math.inf
+    clock: RunClock | None = None
+
+    def now(self) -> float:
+        """Return when a save that is committed now was made, in seconds since 1970."""
+        return environment.now() if self.clock is None else self.clock.now()
 
 
 NO_STAMP = RunStamp()

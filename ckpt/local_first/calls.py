@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.collective import place_of
-from ckpt.errors import ConfigurationError, NotCommitted, NotFound, SaveFailed, StorageError
+from ckpt.errors import CheckpointError, ConfigurationError, NotCommitted, NotFound, SaveFailed, StorageError
+from ckpt.format.records import read_commit
+from ckpt.format.run_clock import RunClock
+from ckpt.format.run_record import RunStamp
 from ckpt.local_first.drain_process import current_status, problem_since
 from ckpt.local_first.far_place import Asked, FarPlace
 from ckpt.local_first.folder import RunFolder
@@ -32,7 +35,7 @@ from ckpt.local_first.watch import Watch
 from ckpt.options import LoadOptions, SaveOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
-from ckpt.reading.latest import Candidate, examine
+from ckpt.reading.latest import Candidate, created_at_s, examine
 from ckpt.writing.background import SaveFuture
 from ckpt.writing.writer import CheckpointWriter
 
@@ -176,10 +179,12 @@ def async_save_near(
         root, path = same_outcome(ranks, "save with local=", check)
         tier = _tier(local, root, ranks, config)
         chosen.append((tier, path))
+        _see_replaced(tier, root, path)
         (is_full,) = ranks.most([not tier.has_room()])
         if is_full:
             _logger.warning("%s: a node has no room for it, it is saved there directly", place_of(url))
-        return tier.places(path, os.fspath(url), writer_options, has_room=not is_full)
+        places = tier.places(path, os.fspath(url), writer_options, has_room=not is_full)
+        return [replace(place, stamp=RunStamp(clock=_clock(root))) for place in places]
 
     saved = save_to_first(
         state_dict,
@@ -231,6 +236,7 @@ def _options(local: Local) -> LocalTier:
 # -- the tiers of this process -----------------------------------------------------------------------------
 
 _tiers: dict[tuple[str, str], CallTier] = {}
+_clocks: dict[str, RunClock] = {}
 _last: list[SaveFuture] = []
 
 
@@ -267,6 +273,19 @@ def _tier(local: Local, root: str, ranks: Ranks, config: Mapping[str, Any]) -> C
         tier.look_after()
         _tiers[key] = tier
     return tier
+
+
+def _clock(root: str) -> RunClock:
+    """Return the clock of the saves below `root`."""
+    return _clocks.setdefault(root, RunClock())
+
+
+def _see_replaced(tier: CallTier, root: str, path: str) -> None:
+    """Take note of when this node's checkpoint was made that a save replaces: another process may have made it."""
+    with contextlib.suppress(CheckpointError), contextlib.closing(open_store(tier.folder.url(path))) as store:
+        before = read_commit(store)
+        if before is not None:
+            _clock(root).saw(created_at_s(before.record) or 0.0)
 
 
 def _end_all() -> None:
@@ -318,7 +337,8 @@ def load_nearest(
 
         tier, folder, path = same_outcome(ranks, "load with local=", prepare)
         far = FarPlace(place_of(url), tier.answer_timeout_s)
-        holding, is_durable = _choose(folder, path, os.fspath(url), storage_options, far, ranks)
+        clock = _clock(_split(url)[0])
+        holding, is_durable = _choose(folder, path, os.fspath(url), storage_options, far, ranks, clock)
     if holding is None:
         return False
     load_near(
@@ -338,9 +358,15 @@ def load_nearest(
 
 
 def _choose(
-    folder: RunFolder, path: str, url: str, storage_options: Any, far: FarPlace, ranks: Ranks
+    folder: RunFolder,
+    path: str,
+    url: str,
+    storage_options: Any,
+    far: FarPlace,
+    ranks: Ranks,
+    clock: RunClock,
 ) -> tuple[Holding | None, bool]:
-    """Return, on all ranks, what to read from the nodes, and whether `url` has the rest of it."""
+    """Return, on all ranks, what to read from the nodes, and whether `url` has the rest of it; `clock` sees all of them."""
 
     def look() -> Candidate:
         with contextlib.closing(open_store(url, storage_options)) as store:
@@ -348,6 +374,8 @@ def _choose(
 
     asked = Asked(look) if ranks.rank == 0 else None  # while the nodes tell what they have
     found = holdings_of(folder.path, path, ranks)
+    for each in found:
+        clock.saw(each.created_at_s)
     whole = next((each for each in found if each.is_whole), None)
 
     def decide() -> tuple[Holding | None, bool]:
@@ -361,6 +389,7 @@ def _choose(
                 raise
             _logger.warning("the durable place cannot be asked, what the nodes have is taken: %s", error)
             return whole, False
+        clock.saw(durable.created_at_s or 0.0)
         same = next((each for each in found if each.id == durable.id), None)
         if same is not None and durable.fault is None:
             return same, True

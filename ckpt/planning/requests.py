@@ -129,8 +129,8 @@ def stored(model: Model, layout: Layout, *, threads: int) -> Stored:
     )
 
 
-COMMIT_STEPS = 8
-"""Requests of a save that follow one another: two looks, a manifest, index, look, commit, `.metadata`, look."""
+COMMIT_STEPS = 9
+"""Requests of a save that follow one another: two looks, a manifest, index, look, commit, look, `.metadata`, look."""
 
 OPEN_STEPS = 5
 """Of a load: commit record, size and seal of `.metadata`, index, manifest. Those of more than 1 MiB take two requests."""
@@ -161,7 +161,7 @@ def record_requests(index_bytes: float, stock_bytes: float, part_bytes: int) -> 
     is_left_out = not stock_bytes
     return Requests(
         puts=sum(float(puts) for puts, _ in records) + 1,
-        gets=sum(float(gets) for _, gets in records) + 4 + is_left_out,
+        gets=sum(float(gets) for _, gets in records) + 5 + is_left_out,
         deletes=int(is_left_out),
     )
 

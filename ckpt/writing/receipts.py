@@ -97,8 +97,7 @@ def records_of(
         columns = columns_of(planned, [each.items for each in receipts], [each.files for each in receipts])
     columns.save_id, columns.version = save_id, CURRENT_DCP_VERSION
     manifests = [receipt.manifest for receipt in receipts if receipt.manifest is not None]
-    created_at_s = max(environment.now(), stamp.not_before_s)
-    created_at = datetime.datetime.fromtimestamp(created_at_s, datetime.timezone.utc)
+    created_at = datetime.datetime.fromtimestamp(stamp.now(), datetime.timezone.utc)
     return columns, CommitRecord(
         id=save_id,
         created_at=created_at.isoformat(timespec="seconds"),

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.clock import skip_pauses_of_s3
-from support.strict_s3 import Request, StrictS3, Upload
+from support.clock import SkippingClock, skip_pauses_of_s3
+from support.strict_s3 import Action, Request, StrictS3, Upload
 
 from ckpt.backends.base import MIB, PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody, Part
@@ -120,10 +120,24 @@ def test_a_completion_that_did_not_happen(server: StrictS3, store: Store) -> Non
     assert not server.uploads
 
 
-def test_an_upload_whose_begin_was_lost(server: StrictS3, store: Store) -> None:
-    server.uploads["older"] = Upload(NAME, time.time() - 60)
+@pytest.mark.parametrize("passing_s", [0.0, 600.0])
+def test_an_upload_whose_begin_was_lost(
+    server: StrictS3, store: Store, passing_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the server takes to begin the other one, and to list both."""
+    clock = SkippingClock()
+    monkeypatch.setattr("ckpt.backends.s3_protocol.multipart.time", clock)
+    server.uploads["older"] = Upload(NAME, time.time() - 3600)
     server.uploads["other"] = Upload(NAME + "2", time.time())
-    server.rule = on("CreateMultipartUpload", "lose", "pass")
+    lose = on("CreateMultipartUpload", "lose", "pass")
+
+    def rule(request: Request) -> Action:
+        if "uploads" in request.query:
+            clock.sleep(passing_s)
+            server.clock_offset_s += passing_s
+        return lose(request)
+
+    server.rule = rule
     store.put("k", CheckedBody(DATA))
     assert server.objects[NAME] == DATA
     assert set(server.uploads) == {"older", "other"}

@@ -51,19 +51,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         *,
         sent: int | None = None,
         pace: Callable[[int], object] | None = None,
+        around: tuple[bytes, bytes] = (b"", b""),
     ) -> None:
         """Send a reply, or its first `sent` bytes; `pace` is told of every 64 KiB and may wait.
+
+        The bytes `around` it go before and behind it, without a pause.
 
         `content-length` among the headers holds only for a HEAD, whose reply has no body.
         """
         headers = {name.lower(): value for name, value in headers.items()}
         if self.command != "HEAD" or "content-length" not in headers:
             headers["content-length"] = str(len(reply))
+        self.wfile.write(around[0])
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        body = memoryview(b"" if self.command == "HEAD" else reply[:sent])
+        body = memoryview((b"" if self.command == "HEAD" else reply[:sent]) + around[1])
         step = 1 << 16 if pace else max(1, len(body))
         for start in range(0, len(body), step):
             self.wfile.write(body[start : start + step])

@@ -81,7 +81,23 @@ Rule = Callable[[Request], Action]
 """What to do with a request: "pass"; (status, code), or with headers, to refuse it with; "lose" its reply; for reads also
 "200" (with Content-Range), "whole" (Range ignored), "shifted" (another range, and says so), "unnamed" (206
 without Content-Range), "cut" the body in the middle, "stall" there; for writes "shorten" what is kept, "bare" (a reply
-without headers)."""
+without headers); for all "more" (a whole reply behind the right one), "interim" (replies 1xx before it); "forget" (nothing
+is done, and success is answered), "empty", "page" and "error" (the same, with that body), "done" (it is done, and the
+answer is an error under the status 200)."""
+
+INTERIM = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+FALSE = b"the wrong content"
+MORE = (
+    b'HTTP/1.1 206 Partial Content\r\nContent-Length: 17\r\nContent-Range: bytes 0-16/17\r\nETag: "false"\r\n\r\n'
+    + FALSE
+)
+ERROR = b"<Error><Code>InternalError</Code><Message>InternalError</Message></Error>"
+ANSWERS = {
+    "forget": b"<CompleteMultipartUploadResult></CompleteMultipartUploadResult>",
+    "empty": b"",
+    "page": b"<html>hello</html>",
+    "error": ERROR,
+}
 
 
 @dataclass
@@ -107,6 +123,8 @@ class StrictS3(S3Server):
     lock: threading.Lock = field(default_factory=threading.Lock)
     ids: Iterator[int] = field(default_factory=itertools.count)
     connections: Iterator[int] = field(default_factory=itertools.count)
+    connected: int = 0
+    idle: threading.Condition = field(default_factory=threading.Condition)
     close_connections: bool = False
     last_etag: tuple[bytes | None, str] = None, ""
 
@@ -122,6 +140,11 @@ class StrictS3(S3Server):
         if self.last_etag[0] is not data:
             self.last_etag = data, _etag(data)
         return self.last_etag[1]
+
+    def settle(self) -> None:
+        """Wait until no client is connected: what a killed one has sent has arrived."""
+        with self.idle:
+            assert self.idle.wait_for(lambda: not self.connected, 60)
 
     def sent(self, operation: str) -> list[Request]:
         return [request for request in self.requests if request.operation == operation]
@@ -147,6 +170,14 @@ class _Handler(Handler):
     def setup(self) -> None:
         super().setup()
         self.connection_number = next(self.state.connections)
+        with self.state.idle:
+            self.state.connected += 1
+
+    def finish(self) -> None:
+        super().finish()
+        with self.state.idle:
+            self.state.connected -= 1
+            self.state.idle.notify_all()
 
     def serve(self) -> None:
         state = self.state
@@ -165,7 +196,11 @@ class _Handler(Handler):
                 action = state.rule(request)
                 if isinstance(action, tuple):
                     raise _Refused(*action)
-                status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
+                if action in ANSWERS:
+                    status, extra, reply = 200, {"etag": '"false"'}, ANSWERS[action]
+                else:
+                    status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
+                reply = ERROR if action == "done" else reply
         except _Refused as refused:
             status, extra = refused.status, refused.headers
             region = f"<Region>{region}</Region>" if (region := extra.get("x-amz-bucket-region")) else ""
@@ -177,7 +212,8 @@ class _Handler(Handler):
         date = formatdate(time.time() + state.clock_offset_s, usegmt=True)
         extra = {"date": date, **({} if action == "bare" else extra)}
         sent = len(reply) // 2 if action in ("cut", "stall") else len(reply)
-        self.answer(status, extra, reply, sent=sent)
+        around = INTERIM if action == "interim" else b"", MORE if action == "more" else b""
+        self.answer(status, extra, reply, sent=sent, around=around)
         self.close_connection = state.close_connections or sent < len(reply)
         if action == "stall":
             time.sleep(3)
@@ -295,7 +331,7 @@ class _Handler(Handler):
         ):
             raise _Refused(400, "MissingChecksum")
         upload_id = f"upload-{next(self.state.ids)}"
-        self.state.uploads[upload_id] = Upload(request.name, time.time())
+        self.state.uploads[upload_id] = Upload(request.name, time.time() + self.state.clock_offset_s)
         answer = (
             f"<InitiateMultipartUploadResult><UploadId>{upload_id}</UploadId></InitiateMultipartUploadResult>"
         )

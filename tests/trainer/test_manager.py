@@ -406,7 +406,7 @@ def test_removals_do_not_hold_up_who_waited_for_the_save(
     may_remove, remove = threading.Event(), History._remove
 
     def remove_later(self: History, *of_which: Any) -> None:
-        if may_remove.wait(5):
+        if may_remove.wait(60):
             remove(self, *of_which)
 
     monkeypatch.setattr(History, "_remove", remove_later)

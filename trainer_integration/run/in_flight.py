@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.dcp_view import stored_bytes
+from ckpt.format.run_clock import RunClock
 from ckpt.format.run_record import RunCheckpoint
 from ckpt.ranks.group import Ranks
 from ckpt.tools.preflight import check_place
@@ -70,6 +72,7 @@ class Saves:
     ) -> None:
         self._ranks, self.uploads, self._events = ranks, uploads, events
         self.history, self.keep = history, keep
+        self.clock = RunClock()
         self._flight: Flight | None = None
         self._booked: threading.Event | None = None
         self.steps: set[int] = set()
@@ -113,6 +116,7 @@ class Saves:
     ) -> None:
         """Give up the checkpoints after `step`, that at `path`; those steps will be saved again."""
         self.history.go_on_from(step)
+        self.clock.saw(-math.inf if created_at_s is None else created_at_s)
         self.base = path
         self.steps = {saved for saved in self.steps if saved < step} | {step}
         age_s = 0.0 if created_at_s is None else max(0.0, time.time() - created_at_s)
@@ -128,7 +132,7 @@ class Saves:
         checkpoint = RunCheckpoint(
             step=step,
             path=self.history.path(step),
-            saved_at_s=time.time(),
+            saved_at_s=self.clock.now(),
             metrics=plain_metrics(metrics),
         )
         self.began_s = time.monotonic()

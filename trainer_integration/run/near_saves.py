@@ -120,7 +120,8 @@ class NearSaves(Saves):
             self.tell(
                 "not_local", checkpoint.step, "a node has no room for it: it is saved to the durable place"
             )
-        stamp = RunStamp(run, self.nearest.seen_s + 1.0)  # commits count seconds
+        self.clock.saw(self.nearest.seen_s + 1.0)  # commits count seconds
+        stamp = RunStamp(run, self.clock)
         places = tier.places(checkpoint.path, url, self.uploads.options, has_room=not is_full)
         return self.uploads.begin_at(state, [replace(place, stamp=stamp) for place in places], tags)
 
