@@ -35,6 +35,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
+from ckpt.words import printable
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
@@ -76,7 +78,7 @@ class _Context(TypedDict, total=False):
 
 
 class CheckpointError(Exception):
-    """Root of the tree.
+    """Root of the tree. As text it has no control characters, whatever the names of a checkpoint hold.
 
     Attributes:
         url: the checkpoint or store, without credentials.
@@ -108,7 +110,7 @@ class CheckpointError(Exception):
             where.append("/".join(part for part in (self.url, self.key) if part))
         if self.start is not None and self.stop is not None:
             where.append(f"bytes {self.start}-{self.stop}")
-        return ": ".join([*where, self.message])
+        return printable(": ".join([*where, self.message]), keep="\n")
 
 
 class ConfigurationError(CheckpointError, ValueError):
@@ -259,7 +261,7 @@ class _RankFailures(CheckpointError):
         self.failed_ranks = len(self.failures) if failed_ranks is None else failed_ranks
 
     def __str__(self) -> str:
-        return self.message  # it names rank, place and object already
+        return printable(self.message, keep="\n")  # it names rank, place and object already
 
 
 class SaveFailed(_RankFailures):
