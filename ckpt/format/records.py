@@ -69,7 +69,9 @@ class ManifestRef(ObjectRef, frozen=True, kw_only=True):
         name = ObjectName.parse(split_path(self.path)[1])
         if name is None:
             return None
-        return model_key(name.token, number, self.files) if of_model else data_key(name.rank, name.token, number)
+        return (
+            model_key(name.token, number, self.files) if of_model else data_key(name.rank, name.token, number)
+        )
 
     def data_keys(self, *, of_model: bool) -> Iterator[str] | None:
         """Name the data files that it lists, without reading it; None if its own name is not one of ours.

@@ -181,7 +181,9 @@ def test_representations_show_no_options() -> None:
 def test_no_dataclass_shows_options() -> None:
     """Also those that come later: a field with options has `repr=False`."""
     for name in modules():
-        with contextlib.suppress(ConfigurationError, ImportError):  # adapters whose framework is not installed
+        with contextlib.suppress(
+            ConfigurationError, ImportError
+        ):  # adapters whose framework is not installed
             importlib.import_module(name)
     shown = [
         f"{kind.__module__}.{kind.__name__}.{each.name}"
@@ -197,7 +199,7 @@ def _subclasses(kind: type) -> set[type]:
     found: set[type] = set()
     todo = [kind]
     while todo:
-        new = set(type.__subclasses__(todo.pop())) - found
+        new: set[type] = set(type.__subclasses__(todo.pop())) - found
         found |= new
         todo += new
     return found

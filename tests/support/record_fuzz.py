@@ -33,6 +33,7 @@ from ckpt.format.run_record import RunCheckpoint, RunRecord, RunStart, read_run,
 from ckpt.format.runs import Runs, TensorRuns
 from ckpt.scrubbing.scrub_record import read_scrub
 from ckpt.stock.metadata_reader import decode_metadata
+from support.commands import edit_commit
 from support.hostile import VALUES, fields_of, leaves
 from support.signing import keys
 from support.states import random_tensor
@@ -113,13 +114,19 @@ class HostileRoot:
         ckpt.save({**state, "objects": [2]}, run / "step-2", no_dist=True, base=run / "step-1")
         signed = self._good / "signed" / "step-1"
         ckpt.save(state, signed, no_dist=True, block_digests="sha256")
+        for place in (run / "step-1", run / "step-2", signed):  # of young ones `watch` awaits what is missing
+            edit_commit(place, lambda record: record.update(created_at="2026-01-01T00:00:00+00:00"))
         ckpt.sign(signed, self.private)
         ckpt.scrub(run)
         starts = [RunStart(at_s=1.7e9, durable_at_s=1.7e9)]
-        made = [RunCheckpoint(step=n, path=f"step-{n}", saved_at_s=1.7e9, metrics={"loss": 1.0}) for n in (1, 2)]
+        made = [
+            RunCheckpoint(step=n, path=f"step-{n}", saved_at_s=1.7e9, metrics={"loss": 1.0}) for n in (1, 2)
+        ]
         write_run(PosixStore(str(run)), RunRecord(checkpoints=made, starts=starts))
         tensors = {"w": random_tensor(20, 30), "b": torch.arange(5.0)}
-        ckpt.save(tensors, self._good / "model" / "step-1", no_dist=True, format="safetensors", max_shard_size=1500)
+        ckpt.save(
+            tensors, self._good / "model" / "step-1", no_dist=True, format="safetensors", max_shard_size=1500
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             writer = dcp.FileSystemWriter(self._good / "stock" / "step-1")
@@ -138,7 +145,9 @@ class HostileRoot:
             path.write_bytes(_changed(kind, data, rng))
         except (ValueError, TypeError, RecursionError):  # no longer to be encoded
             path.write_bytes(_bytes_changed(data, rng))
-        place = next((above for above in path.parents if above.name.startswith("step-")), path.parent / "step-1")
+        place = next(
+            (above for above in path.parents if above.name.startswith("step-")), path.parent / "step-1"
+        )
         if kind in ("manifest", "index", "runs"):
             _let_commit_fit(place, path)
         return Hostile(kind, path, place)

@@ -123,7 +123,9 @@ def test_a_worker_that_is_killed_is_an_error_as_before(tmp_path: Path, kind: str
             os.kill(job.workers()[0], signal.SIGKILL)
             status, text = job.end()
         assert status == 1
-        if "ConnectionResetError" not in text:  # torch's, while a batch of that worker was on its way: once more
+        if (
+            "ConnectionResetError" not in text
+        ):  # torch's, while a batch of that worker was on its way: once more
             break
     assert "is killed by signal: Killed" in text or "exited unexpectedly" in text
     assert "PREEMPTED" not in text
