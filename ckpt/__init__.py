@@ -13,8 +13,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ckpt import logs as _logs
-
 if TYPE_CHECKING:
     from ckpt import embeddings, errors, ops, options
     from ckpt.acceptance.roundtrip import roundtrip
@@ -120,9 +118,6 @@ _HOMES = {
     "verify_signed": "ckpt.provenance.check",
     "watch": "ckpt.watching.watch",
 }
-
-
-_logs.keep_lines_plain()
 
 
 def __getattr__(name: str) -> Any:

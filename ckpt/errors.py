@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
+from ckpt.logs import keep_lines_plain
 from ckpt.words import printable
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ __all__ = [
     "SaveFailed",
     "LoadFailed",
 ]
+
+
+keep_lines_plain()  # here, as all that logs imports the errors, and `import ckpt` imports nothing
 
 
 class _Context(TypedDict, total=False):

@@ -47,7 +47,7 @@ _FLOOR = (
 _REGISTRY = "ckpt.backends.registry"
 
 ROOMS: Mapping[str, Room] = {
-    "ckpt.errors": Room("the error tree", ("ckpt.words",)),
+    "ckpt.errors": Room("the error tree", ("ckpt.logs", "ckpt.words")),
     "ckpt.logs": Room("log lines without control characters", ("ckpt.words",)),
     "ckpt.words": Room("sizes, ages and names, written for people", ()),
     "ckpt.notebook": Room("small tables as HTML", ("ckpt.words",)),
