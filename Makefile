@@ -23,7 +23,7 @@ RANKS := (ranks or server) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-law test-adapters test-browser test-faults wheel demo docs screens bench bench-adapters bench-full bench-mlperf check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-law test-adapters test-browser test-faults test-fuzz wheel demo docs screens bench bench-adapters bench-full bench-mlperf check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ test-integration: $(VENV)/ready  ## Run on real storage systems, installed by ro
 
 test-faults: $(VENV)/ready  ## Run the fault campaign: ROUNDS of all faults, from SEED on.
 	PYTHONPATH=tests $(RUN)/python -m faults.campaign --rounds $(ROUNDS) --seed $(SEED) --json test-faults.json
+
+RECORDS ?= 100000
+PROCESSES ?= 2000
+test-fuzz: $(VENV)/ready  ## Run RECORDS hostile records through decoders and commands, PROCESSES as a user does (SEED= draws others).
+	FUZZ_RECORDS=$(RECORDS) FUZZ_PROCESSES=$(PROCESSES) FUZZ_SEED=$(SEED) $(PYTEST) --dist worksteal tests/tools/test_hostile_cli.py -k mutated
 
 test-law: $(VENV)/ready  ## Try all pairs of wrapper, optimizer, parts, phase, ranks and way of saving (SEED= draws others).
 	LAW_COMBINATIONS=all LAW_SEED=$(SEED) $(PYTEST) --dist worksteal tests/trainer/test_law_of_states.py

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def _path(url: str) -> str | Path:
 class _Settings:
     """The arguments of `install`."""
 
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)
     trusted_objects: Collection[str]
 
     def arguments(self, kind: type[DcpStorage], place: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
+from ckpt.logs import keep_lines_plain
+from ckpt.words import printable
+
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
@@ -65,6 +68,9 @@ __all__ = [
 ]
 
 
+keep_lines_plain()  # here, as all that logs imports the errors, and `import ckpt` imports nothing
+
+
 class _Context(TypedDict, total=False):
     """The context of any error, by keyword; `CheckpointError` explains it."""
 
@@ -76,7 +82,7 @@ class _Context(TypedDict, total=False):
 
 
 class CheckpointError(Exception):
-    """Root of the tree.
+    """Root of the tree. As text it has no control characters, whatever the names of a checkpoint hold.
 
     Attributes:
         url: the checkpoint or store, without credentials.
@@ -108,7 +114,7 @@ class CheckpointError(Exception):
             where.append("/".join(part for part in (self.url, self.key) if part))
         if self.start is not None and self.stop is not None:
             where.append(f"bytes {self.start}-{self.stop}")
-        return ": ".join([*where, self.message])
+        return printable(": ".join([*where, self.message]), keep="\n")
 
 
 class ConfigurationError(CheckpointError, ValueError):
@@ -259,7 +265,7 @@ class _RankFailures(CheckpointError):
         self.failed_ranks = len(self.failures) if failed_ranks is None else failed_ranks
 
     def __str__(self) -> str:
-        return self.message  # it names rank, place and object already
+        return printable(self.message, keep="\n")  # it names rank, place and object already
 
 
 class SaveFailed(_RankFailures):

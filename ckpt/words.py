@@ -13,13 +13,14 @@ OLD_VERSIONS = (
 _FRACTION = re.compile(r"-?[0-9]+\.[0-9]+(e[-+]?[0-9]+)?")
 
 
-def printable(text: object) -> str:
-    """Write control characters as escapes."""
+def printable(text: object, *, keep: str = "") -> str:
+    """Write control characters as escapes, except those to `keep`."""
     plain = str(text)
     if plain.isprintable():
         return plain
     return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in plain
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in plain
     )
 
 

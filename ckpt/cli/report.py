@@ -69,7 +69,10 @@ def _write(out: str, page: bytes) -> Path:
     """Write the page, which appears when it is whole. Raises ConfigurationError."""
     path = Path(out).absolute()
     try:
-        write_whole(path, page)
+        if path.exists() and not path.is_file():  # a device or pipe, in whose place no file must come
+            path.write_bytes(page)
+        else:
+            write_whole(path, page)
     except OSError as error:
         raise ConfigurationError(f"-o {out} cannot be written: {error.strerror}") from error
     return path

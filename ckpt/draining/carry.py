@@ -8,6 +8,7 @@ objects of the commit there commits: all nodes have the same record, so any may,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -193,8 +194,8 @@ class Carrier:
         """Tell whether an object of this node that was sent is missing there."""
         there = {stat.key for stat in destination.list()}
         for ref in self._wanted(record):
-            keys = {ref.path, *(ref.data_keys(of_model=record.is_model) or ())}
-            if not keys <= there and exists(source, ref.path):
+            keys = itertools.chain([ref.path], ref.data_keys(of_model=record.is_model) or ())
+            if not all(key in there for key in keys) and exists(source, ref.path):
                 return True
         return False
 
@@ -257,7 +258,7 @@ class Carrier:
 
 def files_of(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
     """List the data files of a manifest; they lie beside it, under names that this library gives. Raises FormatError."""
-    stem, files = ref.path.removesuffix(".json"), []
+    stem, files = ref.stem, []
     for file in manifest.files:
         name = ObjectName.parse(file.path)
         if name is None or not name.is_data or name.stem != stem:

@@ -9,6 +9,7 @@ import msgspec
 
 from ckpt.embeddings.rows import Order
 from ckpt.errors import FormatError
+from ckpt.format.bounds import Amount, Number
 
 VERSION = 1
 _MAX_CHAIN = 1024
@@ -26,9 +27,9 @@ class StoredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     name: str
-    width: int
+    width: Amount
     dtype: str
-    bits: int = 0
+    bits: Amount = 0
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +43,12 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         first_id: where the ids are this and the following ones, and are not stored.
     """
 
-    number: int
+    number: Amount
     kind: Literal["base", "delta"]
-    rows: int
-    evicted: int
-    block_rows: int
-    first_id: int | None = None
+    rows: Amount
+    evicted: Amount
+    block_rows: Amount
+    first_id: Number | None = None
 
     @property
     def blocks(self) -> int:
@@ -63,10 +64,10 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
         generations: a base, then deltas, the later ones after the earlier.
     """
 
-    version: int = VERSION
+    version: Number = VERSION
     table: str
-    shard: int
-    shards: int
+    shard: Amount
+    shards: Amount
     order: Order
     columns: list[StoredColumn]
     generations: list[Generation]
@@ -106,7 +107,7 @@ def decode_chain(text: str | bytes, *, url: str, name: str) -> Chain:
 
 
 def _check(chain: Chain) -> None:
-    if not 0 <= chain.shard < chain.shards <= _MAX_SHARDS:
+    if not chain.shard < chain.shards <= _MAX_SHARDS:
         raise ValueError(f"shard {chain.shard} of {chain.shards}")
     numbers = [generation.number for generation in chain.generations]
     if (
@@ -118,8 +119,8 @@ def _check(chain: Chain) -> None:
     kinds = [generation.kind for generation in chain.generations]
     if kinds[:1] != ["base"] or "base" in kinds[1:]:
         raise ValueError("its first generation, and no other, must be a base")
-    if any(g.rows < 0 or g.evicted < 0 or g.block_rows < 1 for g in chain.generations):
-        raise ValueError("a negative number of rows")
+    if any(g.block_rows < 1 for g in chain.generations):
+        raise ValueError("entries without rows")
     if any(g.first_id is not None and not 0 <= g.first_id <= _MAX_ID - g.rows for g in chain.generations):
         raise ValueError("ids that cannot be")
     if len({column.name for column in chain.columns}) != len(chain.columns) or not chain.columns:

@@ -10,6 +10,7 @@ import msgspec
 
 from ckpt.consistency.block_digests import tree_root
 from ckpt.errors import FormatError
+from ckpt.format.bounds import Amount, RankNumber
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_MS = (1 << 32) - 1
@@ -29,13 +30,13 @@ class PartContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         counters: how far the training was by its own count, the highest of each name.
     """
 
-    tensors: int
-    elements: int
+    tensors: Amount
+    elements: Amount
     names: str
     values: str = ""
-    looked_at: int = 0
-    zero: int = 0
-    not_finite: int = 0
+    looked_at: Amount = 0
+    zero: Amount = 0
+    not_finite: Amount = 0
     counters: dict[str, float] = {}
 
 
@@ -68,7 +69,7 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
     """
 
     packed_ms: bytes
-    retries: list[tuple[int, int]] = []
+    retries: list[tuple[RankNumber, Amount]] = []
 
     @staticmethod
     def of(

@@ -34,6 +34,8 @@ _MAX_CELLS = 1 << 29
 _MAX_DIMENSIONS = 64
 _MAX_EXPANSION = 64
 _SLACK_BYTES = 16 << 20
+_SLACK_OF_RUNS_BYTES = 64 << 20
+"""Of all tensors with runs, which a load expands one by one, and a check all: 1,200,000 chunks of two dimensions."""
 _MANIFEST_GROWTH = 8
 """A row of the tables has at most so many times the bytes of its item in a manifest, which is text."""
 
@@ -164,9 +166,7 @@ def _columns(record: _Record, nbytes: int, manifest_bytes: Callable[[int], int] 
         packed = PackedRuns(record.regular, record.column_runs, record.runs)
     regular = _regular(packed, len(record.entries))
     totals = _Totals.of(record.entries, regular.keys())
-    # A thousand zeros take a byte of a column; so may the chunks of a thousand ranks, but not in manifests.
-    excess = totals.expanded_bytes + 8 * NUMBERS * runs_of(packed) - _SLACK_BYTES - _MAX_EXPANSION * nbytes
-    needed = -(-excess // _MANIFEST_GROWTH)
+    needed = totals.manifest_bytes(nbytes, runs_of(packed))
     if manifest_bytes is not None and needed > 0 and manifest_bytes(needed) < needed:
         raise FormatError(f"the index lists {totals.chunks:,} chunks, far more than the manifests can list")
     planner_data = unpack(record.planner_data)
@@ -245,18 +245,19 @@ class _Totals:
     Attributes:
         rows, cells: of the entries without runs; cells are rows times dimensions.
         chunks: of all entries.
-        largest_bytes: of the tensor with runs that takes most when it is expanded.
+        regular_bytes, largest_bytes: of all tensors with runs when they are expanded, and of the largest.
     """
 
     rows: int
     cells: int
     chunks: int
+    regular_bytes: int
     largest_bytes: int
 
     @staticmethod
     def of(entries: Sequence[_Entry], regular: Collection[int]) -> _Totals:
         """Sum up. Raises FormatError if an entry, or the sum, is absurd."""
-        rows = cells = chunks = largest_bytes = 0
+        rows = cells = chunks = regular_bytes = largest_bytes = 0
         for number, entry in enumerate(entries):
             if entry.dtype is None and (entry.chunks != 1 or entry.size or number in regular):
                 raise FormatError(f"an object in parts ({entry.fqn[:80]!r})")
@@ -271,15 +272,20 @@ class _Totals:
             elif entry.chunks > MAX_ROWS_OF_TENSOR:
                 raise FormatError(f"an absurd shape ({entry.fqn[:80]!r})")
             else:
-                largest_bytes = max(largest_bytes, 8 * entry.chunks * (3 + 2 * len(entry.size)))
+                nbytes = 8 * entry.chunks * (3 + 2 * len(entry.size))
+                regular_bytes += nbytes
+                largest_bytes = max(largest_bytes, nbytes)
         if rows > _MAX_ROWS or cells > _MAX_CELLS or chunks > _MAX_CHUNKS:
             raise FormatError("more chunks than any checkpoint has")
-        return _Totals(rows, cells, chunks, largest_bytes)
+        return _Totals(rows, cells, chunks, regular_bytes, largest_bytes)
 
-    @property
-    def expanded_bytes(self) -> int:
-        """Memory that its rows take, and the largest tensor of runs."""
-        return 8 * (3 * self.rows + 2 * self.cells) + self.largest_bytes
+    def manifest_bytes(self, nbytes: int, runs: int) -> int:
+        """Return how much manifests must have if an index of `nbytes` lists this much, with `runs` runs in all."""
+        # A thousand zeros take a byte of a column; so may the chunks of a thousand ranks, but not in manifests.
+        expanded_bytes = 8 * (3 * self.rows + 2 * self.cells + NUMBERS * runs) + self.largest_bytes
+        excess_bytes = expanded_bytes - _SLACK_BYTES - _MAX_EXPANSION * nbytes
+        regular_bytes = self.regular_bytes - _SLACK_OF_RUNS_BYTES
+        return max(0, -(-excess_bytes // _MANIFEST_GROWTH), -(-regular_bytes // _MAX_EXPANSION))
 
 
 def _check_tensor(entry: _Entry, table: TensorColumns, boxes: BoxCheck) -> None:

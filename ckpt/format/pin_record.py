@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError
+from ckpt.format.bounds import Number, Token
 from ckpt.format.names import ObjectName, is_sibling
 
 MAX_PIN_BYTES = 64 << 20
 _FORMAT, _VERSION = "ckpt-storage pin", 1
-_TOKEN = re.compile("[0-9a-f]{16}")
 
 
 class PinRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,9 +23,9 @@ class PinRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: str = _FORMAT
-    version: int = _VERSION
+    version: Number = _VERSION
     referrer: str
-    id: str
+    id: Token
     manifests: list[str]
 
     @property
@@ -62,7 +60,6 @@ def decode_pin(data: bytes | bytearray, *, url: str, key: str) -> PinRecord:
     if not (
         pin.referrer.startswith("../")
         and is_sibling(pin.name)
-        and _TOKEN.fullmatch(pin.id)
         and all(name is not None and name.kind == "json" for name in names)
     ):
         raise FormatError("not a pin: it names impossible objects", url=url, key=key)

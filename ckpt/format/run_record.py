@@ -15,6 +15,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.commit import read_record_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import FormatError
+from ckpt.format.bounds import Amount, Number, Seconds
 from ckpt.format.records import is_run_id
 from ckpt.format.run_clock import RunClock
 
@@ -35,9 +36,9 @@ class RunCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
             up.
     """
 
-    step: int
+    step: Amount
     path: str
-    saved_at_s: float
+    saved_at_s: Seconds
     metrics: dict[str, float | None] = {}
     pinned: bool = False
     superseded: bool = False
@@ -46,8 +47,8 @@ class RunCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     """A start of the run, and when its last checkpoint was committed, both in seconds since 1970."""
 
-    at_s: float
-    durable_at_s: float
+    at_s: Seconds
+    durable_at_s: Seconds
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: str = _FORMAT
-    version: int = 1
+    version: Number = 1
     checkpoints: list[RunCheckpoint] = []
     starts: list[RunStart] = []
     run: str = ""
@@ -103,7 +104,7 @@ def read_run(store: Store) -> RunRecord | None:
     text = unseal_json(data, url=store.url, key=RUN_KEY)
     try:
         record = _decoder.decode(text)
-    except ValueError as error:  # as all of msgspec's are
+    except (ValueError, RecursionError) as error:  # as all of msgspec's are
         raise FormatError(f"not a run's record: {error}", url=store.url, key=RUN_KEY) from error
     if record.format != _FORMAT or record.version != 1:
         advice = "a newer version of this library wrote it; upgrade this one"
@@ -111,8 +112,8 @@ def read_run(store: Store) -> RunRecord | None:
     if record.run and not is_run_id(record.run):
         raise FormatError("names an impossible run", url=store.url, key=RUN_KEY)
     for checkpoint in record.checkpoints:
-        path, step = checkpoint.path, checkpoint.step
-        if "/" in path or not is_key(path) or not 0 <= step < 1 << 62:
+        path = checkpoint.path
+        if "/" in path or not is_key(path):
             raise FormatError(f"names an impossible checkpoint: {path!r}", url=store.url, key=RUN_KEY)
     return record
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +15,8 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.draining.marker import runs_of
 from ckpt.errors import AlreadyExists, CheckpointError, NotFound, StorageError
-from ckpt.format.names import ObjectName, is_our_name, rank_directory, split_path
+from ckpt.format.names import ObjectName, rank_directory, split_path
+from ckpt.format.own_objects import own_objects
 from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
 from ckpt.format.run_record import RunRecord, read_run
 from ckpt.local_first.drain_process import read_status
@@ -218,8 +218,12 @@ def _is_here(ref: ManifestRef, sizes: Mapping[str, int], *, of_model: bool) -> b
     keys = ref.data_keys(of_model=of_model)
     if keys is None or sizes.get(split_path(ref.path)[1]) != ref.size_bytes:
         return False
-    found = [sizes.get(key) for key in keys]
-    return None not in found and sum(size or 0 for size in found) == ref.data_bytes
+    found_bytes = 0
+    for key in keys:
+        if key not in sizes:
+            return False
+        found_bytes += sizes[key]
+    return found_bytes == ref.data_bytes
 
 
 def _joined(
@@ -318,10 +322,7 @@ def completed_by(
 def _delete_replaced(store: Store, before: StoredCommit) -> None:
     """Delete what this node has of a checkpoint that another one of the same step has replaced."""
     with contextlib.suppress(CheckpointError):
-        record = before.record
-        files = (ref.data_keys(of_model=record.is_model) or [] for ref in record.own_manifests)
-        keys = [*itertools.chain.from_iterable(files), *(ref.path for ref in record.own_manifests)]
-        store.delete([key for key in (*keys, record.described_by.path) if is_our_name(key)])
+        store.delete(own_objects(store, before.record))
 
 
 def shared(ranks: Ranks, owner: int, store: Store, commit_id: str | None = None) -> Records:

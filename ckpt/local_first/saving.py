@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -47,8 +47,8 @@ class Place:
         stamp: of the run.
     """
 
-    url: str
-    options: Mapping[str, Any]
+    url: str = field(repr=False)  # it may carry a password
+    options: Mapping[str, Any] = field(repr=False)
     on_nodes: bool = False
     holds: bool = False
     sources: tuple[int, ...] | None = None

@@ -9,6 +9,7 @@ import msgspec
 from ckpt.backends.base import Store, read_bytes
 from ckpt.consistency.expected import checked_expect, commit_digest
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, IntegrityError, NotFound
+from ckpt.format.bounds import Number, Seconds
 from ckpt.format.names import last_segment, signature_key
 from ckpt.format.records import StoredCommit
 from ckpt.provenance.envelope import STATEMENT_TYPE, opened
@@ -23,7 +24,7 @@ MAX_SIGNATURE_BYTES = 1 << 20
 class Before(msgspec.Struct, frozen=True):
     """The signed checkpoint before one in its run: its step, and its digest (`sha256:...`)."""
 
-    step: int
+    step: Number
     digest: str
 
 
@@ -43,8 +44,8 @@ class Predicate(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     run: str
-    step: int | None
-    signed_at_s: float
+    step: Number | None
+    signed_at_s: Seconds
     before: Before | None = None
 
 

@@ -169,11 +169,9 @@ class _Listed:
         """Tell whether the listing has an object that the commit names, and the data files of a manifest."""
         if self._sizes[ref.path] != ref.size_bytes:
             return False
-        stem = ref.path.removesuffix(".json")
-        return not isinstance(ref, ManifestRef) or (self._files[stem], self._bytes[stem]) == (
-            ref.files,
-            ref.data_bytes,
-        )
+        if not isinstance(ref, ManifestRef):
+            return True
+        return (self._files[ref.stem], self._bytes[ref.stem]) == (ref.files, ref.data_bytes)
 
     def fault(self, ref: ObjectRef) -> str | None:
         """Say what is wrong with an object that the commit names, or with the data files of a manifest."""
@@ -193,4 +191,4 @@ class _Listed:
         size_bytes = sum(self._store.stat(owned_path(ref.owner, key)).size_bytes for key in keys)
         if size_bytes == ref.data_bytes:
             return None
-        return f"data files of {ref.path.removesuffix('.json')}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"
+        return f"data files of {ref.stem}: {size_bytes} bytes in {ref.files} files, {ref.data_bytes} were written"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -17,8 +17,6 @@ from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, StoredComm
 from ckpt.reading.checkpoint import ReadSettings
 from ckpt.reading.opening import open_checkpoint
 from ckpt.tools.record_checks import checkable, read_manifest
-
-_MAX_FILES = 1 << 22
 
 AT_ONCE = ReadSettings(visibility_timeout_s=0.0)
 
@@ -52,7 +50,7 @@ def _same(ref: ObjectRef, store: Store) -> Iterator[bytes]:
 
 def _renamed(ref: ObjectRef, commit: CommitRecord, store: Store, theirs: StoredCommit) -> Iterator[bytes]:
     if not isinstance(ref, ManifestRef):
-        if commit.has_index and sum(abs(each.files) for each in commit.own_manifests) <= _MAX_FILES:
+        if commit.has_index:
             yield _renamed_index(commit, store, theirs)
         return
     other, name = same_rank(ref, theirs), ObjectName.parse(ref.path)
@@ -60,7 +58,7 @@ def _renamed(ref: ObjectRef, commit: CommitRecord, store: Store, theirs: StoredC
     if other is None or name is None or paths is None:
         return
     manifest = read_manifest(store, AT_ONCE, theirs, other)
-    if len(manifest.files) == len(paths):
+    if len(manifest.files) == ref.files:
         files = [
             msgspec.structs.replace(file, path=path) for file, path in zip(manifest.files, paths, strict=True)
         ]
@@ -68,12 +66,16 @@ def _renamed(ref: ObjectRef, commit: CommitRecord, store: Store, theirs: StoredC
 
 
 def _renamed_index(commit: CommitRecord, store: Store, theirs: StoredCommit) -> bytes:
-    names: dict[str, str] = {}
-    for ref in commit.own_manifests:
-        other = same_rank(ref, theirs)
-        ours = ref.data_keys(of_model=commit.is_model)
-        if other is not None and ours is not None:
-            names |= zip(other.data_keys(of_model=theirs.record.is_model) or (), ours, strict=False)
+    ranks = {ref.rank: ref for ref in commit.own_manifests}
+    ours = {other.stem: ranks[other.rank] for other in theirs.record.own_manifests if other.rank in ranks}
     columns = open_checkpoint(store, AT_ONCE).columns
-    files = [names.get(path, path) for path in columns.files]
+    files = [_renamed_file(path, ours, of_model=commit.is_model) for path in columns.files]
     return encode_index(dataclasses.replace(columns, files=files, save_id=commit.id))
+
+
+def _renamed_file(path: str, ours: Mapping[str, ManifestRef], *, of_model: bool) -> str:
+    """Name a data file as `ours` do, which are by the stems of the others; one of another checkpoint stays."""
+    name = ObjectName.parse(path)
+    ref = None if name is None or not name.is_data else ours.get(name.stem)
+    key = None if ref is None or name is None else ref.data_key(name.number or 0, of_model=of_model)
+    return key or path

@@ -216,10 +216,10 @@ def _refuse_second(store: Store, places: _Places, found: Sequence[ListedCheckpoi
 class _Places:
     """Opens the folders of checkpoints as stores of their own, which refuse links that lead out of them."""
 
-    root: str | os.PathLike[str]
-    options: Mapping[str, Any] | None
-    second: str | os.PathLike[str] | None
-    second_options: Mapping[str, Any] | None
+    root: str | os.PathLike[str] = field(repr=False)  # it may carry a password
+    options: Mapping[str, Any] | None = field(repr=False)
+    second: str | os.PathLike[str] | None = field(repr=False)
+    second_options: Mapping[str, Any] | None = field(repr=False)
     threads: int | None
 
     def open(self, path: str) -> Store:

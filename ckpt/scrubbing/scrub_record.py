@@ -14,12 +14,12 @@ from ckpt.backends.base import Store, is_key, put_bytes
 from ckpt.consistency.commit import read_record_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import ConfigurationError, FormatError, IntegrityError
+from ckpt.format.bounds import Amount, Number, Seconds
 from ckpt.format.names import SCRUB_KEY
 
 _FORMAT = "ckpt-storage-scrub"
 _MAX_BYTES = 8 << 20
 _MAX_NUMBER = 1 << 53
-_MAX_POSITION = 1 << 62
 
 Name = tuple[str, str]
 """Path and id of a checkpoint."""
@@ -48,12 +48,12 @@ class CheckedCheckpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     path: str
     id: str
-    size_bytes: int = 0
-    passed: int = 0
-    tried: int = 0
-    checked_at_s: float | None = None
-    began_at_s: float | None = None
-    position: int = 0
+    size_bytes: Amount = 0
+    passed: Amount = 0
+    tried: Amount = 0
+    checked_at_s: Seconds | None = None
+    began_at_s: Seconds | None = None
+    position: Amount = 0
     damage: Damaged = ""
     unreadable: bool = False
 
@@ -66,8 +66,8 @@ class ScrubRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `ckpt-scrub.json`: the number of the pass that is under way, and the checkpoints."""
 
     format: str = _FORMAT
-    version: int = 1
-    number: int = 1
+    version: Number = 1
+    number: Amount = 1
     checkpoints: list[CheckedCheckpoint] = []
 
     def by_name(self) -> dict[Name, CheckedCheckpoint]:
@@ -98,8 +98,7 @@ def read_scrub(store: Store) -> ScrubRecord | None:
         advice = "a newer version of this library wrote it; upgrade this one, or remove it to begin anew"
         raise FormatError(advice, url=store.url, key=SCRUB_KEY)
     for each in record.checkpoints:
-        is_possible = max(each.passed, each.tried) <= record.number and each.position <= _MAX_POSITION
-        if not is_possible or min(each.passed, each.tried, each.position, each.size_bytes) < 0:
+        if max(each.passed, each.tried) > record.number:
             raise IntegrityError("names an impossible check", url=store.url, key=SCRUB_KEY)
     if not 1 <= record.number < _MAX_NUMBER:
         raise IntegrityError("names an impossible pass", url=store.url, key=SCRUB_KEY)

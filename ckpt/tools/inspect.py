@@ -79,11 +79,8 @@ class TensorInfo:
     @property
     def sharding(self) -> str:
         """Describe the sharding: `whole`, or the parts of each sharded dimension (`dim 0: 8`)."""
-        cuts = [
-            f"dim {dimension}: {parts}"
-            for dimension in range(len(self.shape))
-            if (parts := len(np.unique(self._columns.offsets[:, dimension]))) > 1
-        ]
+        counts = [len(np.unique(column)) for column in self._columns.offsets.T]
+        cuts = [f"dim {dimension}: {parts}" for dimension, parts in enumerate(counts) if parts > 1]
         return ", ".join(cuts) or "whole"
 
     @property

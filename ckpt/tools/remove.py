@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign
 from ckpt.errors import CommitConflict, NotCommitted, NotFound
-from ckpt.format.names import MODEL_PREFIX, SCRUB_KEY, is_our_name, is_rank_directory, signature_key
-from ckpt.format.records import CommitRecord, ManifestRef, StoredCommit, read_commit
+from ckpt.format.names import SCRUB_KEY, is_our_name, is_rank_directory, signature_key
+from ckpt.format.own_objects import own_objects
+from ckpt.format.records import CommitRecord, StoredCommit, read_commit
 from ckpt.transfer.reports import Report, Tally, no_report
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.pins import PinReader, Referrers, release_bases, wait_for_pins
@@ -66,8 +66,7 @@ def remove(
     Args:
         storage_options: of the place, by name, as for a save there.
         dry_run: say what would go, and remove nothing.
-        progress: called with the objects removed so far and those to remove; `size_bytes` of both numbers is
-            their size by the commit record, which knows that of a rank's files together.
+        progress: called with the objects removed so far and those to remove, and their `size_bytes`.
 
     Raises:
         StillReferred: other checkpoints, or a save that is running, name its bytes.
@@ -101,7 +100,7 @@ def remove_within(
         record = commit.record
         now = environment.now if dry_run else None
         PinReader(store, now=now).refuse(record, "it was not removed")
-        sizes = {key: nbytes for key, nbytes in _listed(store, record) if is_our_name(key)}
+        sizes = own_objects(store, record)
         keys = [*sizes]
         kept: list[str] = []
         referrers = Referrers()
@@ -151,26 +150,6 @@ def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | 
             "another program wrote this checkpoint (stock PyTorch?); only those of this library are removed"
         )
     return NotCommitted(text, url=store.url)
-
-
-def _listed(store: Store, record: CommitRecord) -> list[tuple[str, int]]:
-    """List all objects of a checkpoint but the commit record, data first: no manifest needs to be read.
-
-    With the size of each; of a rank's files only the sum is known, and each has its share.
-    """
-    manifests = record.own_manifests
-    files = itertools.chain.from_iterable(_files_of(store, record, ref) for ref in manifests)
-    return [*files, *((ref.path, ref.size_bytes) for ref in (*manifests, record.described_by))]
-
-
-def _files_of(store: Store, record: CommitRecord, ref: ManifestRef) -> list[tuple[str, int]]:
-    keys = ref.data_keys(of_model=record.is_model)
-    if keys is not None:
-        return [(key, ref.data_bytes // len(keys)) for key in keys]
-    # The record is damaged or forged: a listing finds what is there by the names.
-    stem = ref.path.removesuffix(".json")
-    prefix = MODEL_PREFIX + stem.rpartition("/")[2] if record.is_model else stem
-    return [(stat.key, stat.size_bytes) for stat in store.list(f"{prefix}-")]
 
 
 def remove_folders(store: Store) -> None:

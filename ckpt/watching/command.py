@@ -162,8 +162,8 @@ class Command:
                     start_new_session=True,
                 )
             exit_code = process.wait(self._timeout_s)
-        except OSError as error:
-            return None, f"it cannot be started: {error.strerror}"
+        except (OSError, ValueError) as error:  # a key of S3 may hold a NUL, which no argument can
+            return None, f"it cannot be started: {getattr(error, 'strerror', error)}"
         except subprocess.TimeoutExpired:
             assert process is not None
             _end(process, signal.SIGTERM)

@@ -16,6 +16,7 @@ from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency.commit import read_record_bytes
 from ckpt.consistency.seal import seal_json, unseal_json
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, IntegrityError
+from ckpt.format.bounds import Number
 
 _FORMAT = "ckpt-storage-cursor"
 _WINDOW = 1000
@@ -30,7 +31,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a cursor: what of `root` is done, the last one last."""
 
     format: str = _FORMAT
-    version: int = 1
+    version: Number = 1
     root: str
     done: list[Name]
 
@@ -125,7 +126,7 @@ class Cursor:
         url, key = self._store.url, self._key
         try:
             record = _decoder.decode(unseal_json(data, url=url, key=key))
-        except (ValueError, CheckpointError) as error:
+        except (ValueError, RecursionError, CheckpointError) as error:
             text = "this is no cursor, or it is damaged; name another file, or remove it to begin anew"
             raise IntegrityError(text, url=url, key=key) from error
         if record.format != _FORMAT or record.version != 1:

@@ -45,6 +45,7 @@ from ckpt.format.names import (
     probe_key,
     signature_key,
 )
+from ckpt.format.own_objects import own_objects
 from ckpt.format.records import (
     CommitRecord,
     ObjectRef,
@@ -300,11 +301,7 @@ class Coordinator:
                 # A save that refers to it may not see for a while that it was replaced, nor its pins be seen.
                 _logger.info("`ckpt gc` removes the objects of the checkpoint that was replaced")
                 return
-            files = [ref.data_keys(of_model=commit.is_model) for ref in commit.own_manifests]
-            data_keys = itertools.chain.from_iterable(keys or [] for keys in files)
-            described_by = commit.described_by.path
-            keys = [*data_keys, *(ref.path for ref in commit.own_manifests)]
-            keys += [signature_key(described_by), described_by]
+            keys = [*own_objects(self._store, commit), signature_key(commit.described_by.path)]
             referrers = Referrers()
             if commit.is_referable:
                 referrers = PinReader(self._store).look()

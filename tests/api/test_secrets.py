@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
+import importlib
 import logging
 import pickle
 import re
@@ -15,6 +17,7 @@ import pytest
 import torch
 from support.http_core import Handler, http_server
 from support.proxy import fault_proxy
+from support.rooms import modules
 from support.servers import SECRET_KEY, IamServer
 from support.strict_s3 import StrictS3, strict_s3
 
@@ -24,7 +27,10 @@ from ckpt.backends.base import PutMode, put_bytes
 from ckpt.backends.options import redact_url
 from ckpt.backends.registry import open_store
 from ckpt.conversion.endpoints import Endpoint
+from ckpt.dcp_hook import _Settings
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.local_first.saving import Place
+from ckpt.scrubbing.scrub import _Places
 
 TOKEN = "session-token-that-is-secret"
 CUSTOMER_KEY = b"a customer's key, 32 bytes long."
@@ -165,8 +171,38 @@ def test_representations_show_no_options() -> None:
         Setup(url, options, None, torch.float32, 0),
         open_store("s3://bucket/x", {"key": "k", **options}),
         ckpt.CheckpointWriter("s3://bucket/x", storage_options={"key": "k", **options}),
+        _Settings(options, ()),
+        _Places(url, options, url, options, None),
+        Place(url, {"storage_options": options}),
     ):
         assert not re.search(f"secret-pw|{SECRET_KEY}", repr(shown))
+
+
+def test_no_dataclass_shows_options() -> None:
+    """Also those that come later: a field with options has `repr=False`."""
+    for name in modules():
+        with contextlib.suppress(
+            ConfigurationError, ImportError
+        ):  # adapters whose framework is not installed
+            importlib.import_module(name)
+    shown = [
+        f"{kind.__module__}.{kind.__name__}.{each.name}"
+        for kind in _subclasses(object)
+        if kind.__module__.partition(".")[0] == "ckpt" and dataclasses.is_dataclass(kind)
+        for each in dataclasses.fields(kind)
+        if each.repr and "options" in each.name and "Options" not in str(each.type)
+    ]
+    assert shown == []
+
+
+def _subclasses(kind: type) -> set[type]:
+    found: set[type] = set()
+    todo = [kind]
+    while todo:
+        new: set[type] = set(type.__subclasses__(todo.pop())) - found
+        found |= new
+        todo += new
+    return found
 
 
 def test_wrong_options_are_named_without_values() -> None:

@@ -10,6 +10,7 @@ import os
 import pty
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -124,6 +125,21 @@ def run_process(
     )
     assert "Traceback" not in done.stderr, done.stderr
     return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def run_measured(*arguments: object, timeout_s: int = 300) -> tuple[Ran, int]:
+    """Run the command as a user does; return what it did, and the most memory that it had, in bytes."""
+    script = Path(sys.executable).parent / "ckpt"
+    words = ["timeout", "-s", "KILL", str(timeout_s), str(script), *map(str, arguments)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(words, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return Ran(process.returncode, *texts), usage.ru_maxrss << 10
 
 
 def options_of(options: Mapping[str, Any]) -> list[str]:

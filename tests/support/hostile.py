@@ -8,18 +8,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+VALUES: list[Any] = [
+    1 << 60, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, -(1 << 63), -1, 0, 1, 1 << 32, 2.5, 1e308, None, True, "",
+    "..", "../outside", "/etc/passwd", "a\\b", "a\0b", "rank-00000/../x", "commit.json", ".metadata", "x" * 3000,
+    "\x1b[2J", "\u202e", "9" * 30, [], {}, [[]], [1 << 60] * 3, [0] * 100, {"": {}}, "qint8", "float32", "save",
+]  # fmt: skip
 HOSTILE: st.SearchStrategy[Any] = st.one_of(
-    st.sampled_from(
-        [
-            1 << 60, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, -(1 << 63), -1, 0, 1, 1 << 32, 2.5, 1e308, None, True, "",
-            "..", "../outside", "/etc/passwd", "a\\b", "a\0b", "rank-00000/../x", "commit.json", ".metadata", "x" * 3000,
-            "\x1b[2J", "\u202e", "9" * 30, [], {}, [[]], [1 << 60] * 3, [0] * 100, {"": {}}, "qint8", "float32", "save",
-        ]
-    ),
+    st.sampled_from(VALUES),
     st.integers(-(1 << 63), (1 << 63) - 1),
     st.text(max_size=20),
     st.binary(max_size=20),
-)  # fmt: skip
+)
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -47,7 +47,8 @@ _FLOOR = (
 _REGISTRY = "ckpt.backends.registry"
 
 ROOMS: Mapping[str, Room] = {
-    "ckpt.errors": Room("the error tree", ()),
+    "ckpt.errors": Room("the error tree", ("ckpt.logs", "ckpt.words")),
+    "ckpt.logs": Room("log lines without control characters", ("ckpt.words",)),
     "ckpt.words": Room("sizes, ages and names, written for people", ()),
     "ckpt.notebook": Room("small tables as HTML", ("ckpt.words",)),
     "ckpt.gc_pause": Room("no garbage collection while many objects are made", ()),

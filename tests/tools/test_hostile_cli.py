@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import io
 import json
+import os
 import pickle
+import random
 import re
 import resource
 import shutil
@@ -28,20 +31,42 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from support.commands import Ran, edit_commit, edit_index, edit_listed, edit_manifest, run, run_process
+from support.commands import (
+    Ran,
+    edit_commit,
+    edit_index,
+    edit_listed,
+    edit_manifest,
+    run,
+    run_json,
+    run_measured,
+    run_process,
+)
 from support.hostile import HOSTILE, change_places, fields_of
+from support.record_fuzz import HostileRoot
 from support.states import random_tensor
 from support.tiers import examples
 
 import ckpt
 from ckpt.consistency.seal import seal_json, seal_pickle, unseal_json
+from ckpt.errors import NotFound, SaveFailed
 from ckpt.format.columns import Columns, ObjectRow, TensorColumns
+from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, encode
+from ckpt.format.runs import Runs, TensorRuns
 
 STATE: dict[str, Any] = {
     "model": {"w": random_tensor(20, 30), "b": torch.arange(5.0)},
     "objects": [1, {"x": "y"}],
 }
 _MAX_PEAK_BYTES = 192 << 20
+_MAX_PROCESS_BYTES = 1 << 30
+
+# `make test-fuzz` draws more records, and other ones.
+_RECORDS = int(os.environ.get("FUZZ_RECORDS", "1200"))
+_PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "24"))
+_SEED = os.environ.get("FUZZ_SEED", "0")
+_SHARDS = 4
+_RAW_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +249,49 @@ def test_any_bytes_as_a_record(ours: Path, raw: bytes) -> None:
         (place / "commit.json").unlink()
         (place / ".metadata").write_bytes(raw)
         every_command(place, ours)
+
+
+# -- one record at a time, of every kind, through its decoder and a command ------------------------------
+
+
+def check_ended_well(name: str, ran: Ran) -> None:
+    assert ran.code in range(5), (name, ran.code, ran.err)
+    assert not re.search(r"unexpected \w+:|Traceback", ran.err), (name, ran.err)
+    assert not _RAW_CONTROLS.search(ran.out + ran.err), name
+
+
+def drawn_command(root: HostileRoot, number: int) -> tuple[str, list[str]]:
+    """Make a record hostile, decode it, and choose a command."""
+    hostile = root.draw(f"{_SEED}-{number}")
+    hostile.decode()
+    commands = root.commands(hostile)
+    name = random.Random(f"{_SEED}-{number}-command").choice(list(commands))
+    return f"FUZZ_SEED={_SEED}, record {number} ({hostile.kind}): {name}", commands[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", range(_SHARDS))
+def test_mutated_records(tmp_path: Path, shard: int) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    root = HostileRoot(tmp_path)
+    for number in range(shard, _RECORDS, _SHARDS):
+        name, arguments = drawn_command(root, number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_ended_well(name, run(*arguments))
+        grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+        assert grown_bytes < _MAX_PROCESS_BYTES, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", range(_SHARDS))
+def test_mutated_records_in_processes(tmp_path: Path, shard: int) -> None:
+    root = HostileRoot(tmp_path)
+    for number in range(shard, _PROCESSES, _SHARDS):
+        name, arguments = drawn_command(root, number)
+        ran, peak_bytes = run_measured(*arguments)
+        check_ended_well(name, ran)
+        assert peak_bytes < _MAX_PROCESS_BYTES, name
 
 
 # -- earlier finds, and cases thought of beforehand ----------------------------------------------------
@@ -414,6 +482,141 @@ def test_duplicate_keys_in_a_record(ours: Path) -> None:
         record = unseal_json(path.read_bytes(), url="", key="")
         path.write_bytes(seal_json(b'{"id":"' + b"f" * 16 + b'",' + record[1:]))
         assert every_command(place, ours)["verify"].code == 0
+
+
+def _claiming(place: Path, manifests: int) -> None:
+    """Write a commit record whose manifests claim 65,536 files each."""
+    place.mkdir(parents=True)
+    listed = [
+        ManifestRef(
+            path=f"rank-{rank:05d}/{'b' * 16}.json",
+            size_bytes=10,
+            crc64nvme="0" * 16,
+            rank=rank,
+            files=1 << 16,
+            items=0,
+            data_bytes=0,
+        )
+        for rank in range(manifests)
+    ]
+    commit = CommitRecord(
+        id="a" * 16,
+        created_at="2026-01-01T00:00:00+00:00",
+        library="x",
+        torch="x",
+        world_size=manifests,
+        data_bytes=0,
+        index=ObjectRef(path=f"rank-00000/{'a' * 16}.index", size_bytes=10, crc64nvme="0" * 16),
+        manifests=listed,
+    )
+    (place / "commit.json").write_bytes(encode(commit))
+
+
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+
+
+def test_files_that_are_only_claimed(ours: Path, tmp_path: Path) -> None:
+    """11 kB of a record claim 5 million files: none of them is named, by `rm`, a save in its place, a look or `scrub`."""
+    place = tmp_path / "run" / "step-1"
+    _claiming(place, 80)
+    with little_memory():
+        assert run_json("rm", place, "--dry-run")["keys"][0] == "commit.json"
+        run("ls", place.parent)
+        run("scrub", place.parent, "--from", ours.parent)
+        ckpt.save({"w": torch.ones(3)}, place, no_dist=True, checks="off")
+        assert run("verify", place).code == 0
+
+
+def test_a_removal_leaves_the_files_of_others(tmp_path: Path) -> None:
+    """A listing has those of other saves too."""
+    ckpt.save(STATE, tmp_path / "step-1", no_dist=True)
+    other = tmp_path / "step-1" / "rank-00000" / f"{'e' * 16}-0.distcp"
+    other.write_bytes(b"of a save that is running")
+    assert run("rm", tmp_path / "step-1", "--yes").code == 0
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
+
+
+@pytest.mark.parametrize("command", [("verify", "--quick"), ("inspect",), ("cp",)])
+def test_runs_that_expand_to_very_many_chunks(ours: Path, command: tuple[str, ...]) -> None:
+    """60 tensors of 2**18 chunks, in some kilobytes."""
+    rows = 1 << 18
+
+    def edit(columns: Columns) -> None:
+        numbers = [(0, rows, 0, 1, 0)], [(0, rows, 64, 1, 0)], [(64, rows, 0, 1, 0)]
+        boxes = [(0, rows, 1, 1, 0)], [(1, rows, 0, 1, 0)]
+        made = tuple(map(Runs.of, (*numbers, *boxes)))
+        columns.entries |= {f"t{n}": TensorRuns("uint8", (rows,), False, made) for n in range(60)}
+
+    with Scratch(ours) as place:
+        edit_index(place, edit)
+        name, *options = command
+        with little_memory():
+            ran = run(name, place, *([place.parent / "copy"] if name == "cp" else options))
+        assert (ran.code, "far more than the manifests can list" in ran.out + ran.err) == (1, True)
+
+
+@pytest.mark.parametrize("field", ["data_bytes", "world_size", "version"])
+def test_numbers_of_hundreds_of_digits(ours: Path, tmp_path: Path, field: str) -> None:
+    good = Path(shutil.copytree(ours, tmp_path / "run" / "step-1"))
+    bad = Path(shutil.copytree(ours, tmp_path / "run" / "step-2"))
+    edit_commit(bad, lambda record: record.update({field: 10**400}))
+    every_command(bad, good)
+    for command in (("ls", good.parent), ("scrub", good.parent), ("watch", "--once", good.parent)):
+        ran = run(*command)
+        assert "unexpected" not in ran.err, ran
+        assert "step-1" in ran.out + ran.err or command[0] == "scrub"
+
+
+@pytest.mark.parametrize("text", ["a\0b", "x" * (1 << 20), "", "F" * 16])
+def test_ids_that_no_save_draws(ours: Path, tmp_path: Path, text: str) -> None:
+    """They go into the environment of a command."""
+    for number in (1, 2):
+        shutil.copytree(ours, tmp_path / f"step-{number}")
+    edit_commit(tmp_path / "step-1", lambda record: record.update(id=text))
+    options = ("--once", "--retries", "0", "--on-failure", "continue", "--exec", "echo did {path}")
+    ran = run_process("watch", *options, tmp_path)
+    assert ("did step-2" in ran.out, "did step-1" in ran.out, "unexpected" in ran.err) == (True, False, False)
+
+
+def test_log_lines_hold_no_control_characters(tmp_path: Path) -> None:
+    place = tmp_path / "\x1b]0;owned\x07step-7"
+    ckpt.save({"w": torch.ones(4)}, place, no_dist=True, digests=True)
+    (place / "rank-00000" / f"{'d' * 16}-0.pin").write_bytes(b"{}")
+    for command in (("rm", "--dry-run", place), ("gc", "--grace", "0s", tmp_path)):
+        ran = run_process(*command)
+        assert "a pin cannot be read" in ran.err
+        assert not _RAW_CONTROLS.search(ran.out + ran.err)
+
+
+def test_errors_hold_no_control_characters(tmp_path: Path) -> None:
+    """A traceback shows them on a terminal."""
+    with pytest.raises(NotFound) as caught:
+        ckpt.verify(tmp_path / "\x1b[2Jstep-7")
+    assert "\\x1b[2Jstep-7" in str(caught.value)
+    assert not _RAW_CONTROLS.search(str(caught.value))
+    assert str(SaveFailed("two\nlines \x9b2J")) == "two\nlines \\x9b2J"
+
+
+def test_a_page_goes_into_a_pipe(ours: Path, tmp_path: Path) -> None:
+    """No file takes the place of a device or pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        ran = run("report", ours, "-o", pipe)
+        if not pipe.is_fifo():
+            reader.kill()
+        shown, _ = reader.communicate(timeout=60)
+    assert ran.code == 0
+    assert shown.startswith(b"<!")
+    assert pipe.is_fifo()
 
 
 @pytest.mark.long
