@@ -236,7 +236,8 @@ def _check_branch(root: Path, branches: dict[int, int]) -> None:
     """The newest checkpoint, and each step, are those of the branch on which the run saved it last."""
     with manager_of(root) as manager:
         state = branch_at(0, 0)
-        for number in ("latest-valid", *branches):
+        wanted: list[Any] = ["latest-valid", *branches]
+        for number in wanted:
             restored = manager.restore(state, step=number, rng=False)
             assert restored is not None
             assert restored.step == (number if isinstance(number, int) else max(branches))
