@@ -64,7 +64,7 @@ class Candidate:
 
 
 def steps_by_folder(folders: Iterable[str], record: RunRecord) -> dict[str, int]:
-    """Return the steps of the folders of a run in which a checkpoint may be, also of those that were given up."""
+    """Return the steps of the folders of a run in which a checkpoint may be, also of superseded ones."""
     named = {name: int(match[1]) for name in folders if (match := _NAME.fullmatch(name))}
     return named | {checkpoint.path: checkpoint.step for checkpoint in record.checkpoints}
 

@@ -164,7 +164,7 @@ def _loads(root: Path, step: int) -> None:
 def test_data_of_the_base_that_is_lost_is_saved_again(
     tmp_path: Path, how: str, frozen: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lifecycle rule took it, or somebody by hand: what is acknowledged afterwards loads."""
+    """A lifecycle rule took it, or a person: what is acknowledged afterwards loads."""
     with manager_of(tmp_path, frozen=frozen) as manager:
         manager.step(1, state_at(1), rng=False)
         manager.wait_durable()
@@ -247,7 +247,7 @@ def _check_branch(root: Path, branches: dict[int, int]) -> None:
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("mode", ["thread", "off"])
 def test_steps_are_reached_again_after_going_back(tmp_path: Path, restarts: bool, mode: Any) -> None:
-    """A checkpoint that was given up, and that others name, is not replaced: the new one is saved in the same root."""
+    """A superseded checkpoint that others name is not replaced: the new one is saved in the same root."""
     managers = [manager_of(tmp_path, async_mode=mode)]
     for branch in range(4):
         if restarts and branch:

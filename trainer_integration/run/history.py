@@ -74,7 +74,7 @@ class History(SharedRecord):
         return newest_first(self._folders(), self._record())
 
     def steps_after(self, step: int) -> set[int]:
-        """List the later steps of which a checkpoint may exist, also if it was given up."""
+        """List the later steps of which a checkpoint may exist, also a superseded one."""
         steps = steps_by_folder(self._folders(), self._record()).values()
         return {each for each in steps if each > step}
 
@@ -180,7 +180,7 @@ class History(SharedRecord):
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
         """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error.
 
-        So go those that were given up and whose step was saved again, in another folder. Those whose bytes others name
+        So are superseded ones whose step was saved again, in another folder. Those whose bytes others name
         stay, and are in `referred`, until those others are gone. What was removed before, and has come back by a put
         that storage carried out late, is removed again.
         """
@@ -216,7 +216,7 @@ class History(SharedRecord):
         return pinned | keep.keeps(alive, time.time())
 
     def _replaced(self) -> list[RunCheckpoint]:
-        """List those that were given up and whose step was saved again."""
+        """List superseded checkpoints whose step was saved again."""
         again = {checkpoint.step for checkpoint in self.durable()}
         return [old for old in self.given_up() if old.step in again and not old.pinned]
 
