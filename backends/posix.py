@@ -37,6 +37,7 @@ from ckpt.backends.options import take_options
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
+    CheckpointError,
     ConfigurationError,
     NotFound,
     StorageError,
@@ -295,6 +296,8 @@ class PosixStore(Store):
         """Turn OSErrors into ours. `settled`: of those, unless it depends on their kind."""
         try:
             yield
+        except CheckpointError:
+            raise
         except OSError as error:
             kind = next((kind for kind, numbers in _ERRORS.items() if error.errno in numbers), StorageError)
             if settled is None:

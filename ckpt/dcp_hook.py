@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import options_dict
 from ckpt.collective import agreed_values, load_by, place_of
 from ckpt.dcp_storage import DcpStorage
+from ckpt.errors import CheckpointError
 from ckpt.format.fqns import STRUCTURE
 from ckpt.ranks.group import Ranks
 from ckpt.reading.reader import CheckpointReader, check_trusted
@@ -136,11 +137,6 @@ class InstalledWriter(CheckpointWriter):
         """The place, as PyTorch's writer has it."""
         return _path(self._url)
 
-    @property
-    def save_id(self) -> str:
-        """The id of the current or last save, as PyTorch's writer has it."""
-        return self._objects.token
-
 
 class InstalledReader(CheckpointReader):
     """What a `FileSystemReader` or `FsspecReader` is after `install`."""
@@ -218,6 +214,8 @@ def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
             place = place or writer.checkpoint_id
         elif writer is not None:
             place = None
+        if place:
+            _make_folder(place)
         is_plain = not args and kwargs.get("planner") is None
         if is_plain and place and _has_parts(state_dict) and STRUCTURE not in state_dict:
             with closing(_ranks(kwargs)) as ranks:
@@ -225,6 +223,17 @@ def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(state_dict, *args, **kwargs)
 
     return save
+
+
+def _make_folder(place: Any) -> None:
+    """Make the folder of a save that begins, as PyTorch's writer does. An empty one is no checkpoint.
+
+    Trainers count the folders that exist by then, and choose by them which checkpoints they remove.
+    """
+    if "://" in str(place) and not str(place).startswith("file://"):
+        return
+    with suppress(CheckpointError), closing(CheckpointWriter(place)) as writer:
+        writer.make_folder()
 
 
 def _ranks(kwargs: Mapping[str, Any]) -> Ranks:

@@ -65,6 +65,11 @@ class DcpStorage:
             self._open(checkpoint_id)
             store.close()
 
+    def make_folder(self) -> None:
+        """Make the folder of a save that begins, where storage has folders; errors are left to the save."""
+        with contextlib.suppress(CheckpointError):
+            self._store.prepare("")
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether a store can be opened at this place."""

@@ -3,7 +3,7 @@
 CheckpointError
 ├── ConfigurationError        an argument, option or URL is wrong (also a ValueError)
 ├── StorageError              a storage operation failed
-│   ├── NotFound              there is nothing under that name
+│   ├── NotFound              there is nothing under that name (also a FileNotFoundError)
 │   ├── AlreadyExists         a create found something under that name
 │   ├── AccessDenied          credentials are missing, wrong or expired
 │   ├── StorageFull           disk full or quota reached
@@ -32,6 +32,7 @@ are attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
@@ -134,8 +135,12 @@ class StorageError(CheckpointError):
         self.settled = settled
 
 
-class NotFound(StorageError):
-    """There is nothing under that name."""
+class NotFound(StorageError, FileNotFoundError):
+    """There is nothing under that name. Programs that catch Python's own error for that catch this one."""
+
+    def __init__(self, message: str, *, settled: bool = False, **context: Unpack[_Context]) -> None:
+        super().__init__(message, settled=settled, **context)
+        self.errno = errno.ENOENT
 
 
 class AlreadyExists(StorageError):

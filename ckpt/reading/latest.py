@@ -30,7 +30,7 @@ from ckpt.format.run_record import RunRecord
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.transfer.threads import in_order, workers
 
-_NAME = re.compile(r"step-(\d{1,18})(?:\.again)?")
+_NAME = re.compile(r"step-(\d{1,18})(?:\.again(?:-\d{1,9})?)?")
 _HEAD_BYTES = 4 << 20
 _PATIENCE_S = 60.0
 """How long storage that may lag has to show what is there."""
@@ -63,6 +63,12 @@ class Candidate:
     run: str = ""
 
 
+def steps_by_folder(folders: Iterable[str], record: RunRecord) -> dict[str, int]:
+    """Return the steps of the folders of a run in which a checkpoint may be, also of superseded ones."""
+    named = {name: int(match[1]) for name in folders if (match := _NAME.fullmatch(name))}
+    return named | {checkpoint.path: checkpoint.step for checkpoint in record.checkpoints}
+
+
 def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, str]]:
     """List steps and folders of a run in which a checkpoint may be, without those that were given up.
 
@@ -70,12 +76,13 @@ def newest_first(folders: Iterable[str], record: RunRecord) -> list[tuple[int, s
     gives up all that it lists, these come last: the run must not begin anew, and a folder that is
     not on record may be that of a save that was killed.
     """
-    steps = {name: int(match[1]) for name in folders if (match := _NAME.fullmatch(name))}
-    steps |= {checkpoint.path: checkpoint.step for checkpoint in record.checkpoints}
+    steps = steps_by_folder(folders, record)
     past = {checkpoint.path for checkpoint in record.checkpoints if checkpoint.superseded}
     last = past if len(past) == len(record.checkpoints) else set()
     wanted = [(step, path) for path, step in steps.items() if path not in past or path in last]
-    return sorted(wanted, key=lambda each: (each[1] not in last, each), reverse=True)
+    return sorted(
+        wanted, key=lambda each: (each[1] not in last, each[0], len(each[1]), each[1]), reverse=True
+    )
 
 
 def examine(store: Store) -> Candidate:

@@ -8,20 +8,18 @@ from ckpt.backends.base import Store, exists, read_bytes
 from ckpt.consistency.commit import STOCK_METADATA_KEY, is_foreign
 from ckpt.errors import (
     CommitConflict,
-    FormatError,
     IntegrityError,
     NotCommitted,
     NotFound,
     Truncated,
-    UnsafeContent,
 )
 from ckpt.format.model_index import find_models
 from ckpt.format.names import is_data_key
 from ckpt.format.records import MAX_METADATA_BYTES, read_commit
+from ckpt.format.saved_over import check_not_saved_over
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
 from ckpt.reading.latest import await_commit
 from ckpt.reading.no_checkpoint import no_checkpoint
-from ckpt.stock.inert_unpickler import is_whole_pickle
 
 _OPEN_ATTEMPTS = 3
 _MAX_RANKS = 1 << 20
@@ -39,8 +37,8 @@ def open_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint:
     """
     prompt = store.capabilities.cross_client_visibility
     commit = await_commit(store, 0.0 if prompt else settings.timeout_s(store))
-    if commit is not None and is_foreign(store):
-        _check_same(store, settings)
+    if commit is not None:
+        check_not_saved_over(store, commit)
     for attempt in range(1, _OPEN_ATTEMPTS + 1):
         if commit is None:
             break
@@ -130,24 +128,6 @@ def open_rank_local(store: Store, settings: ReadSettings, rank: int) -> Checkpoi
 def is_rank_local(store: Store) -> bool:
     """Tell whether a stock checkpoint in parts is there."""
     return exists(store, f"__0{STOCK_METADATA_KEY}")
-
-
-def _check_same(store: Store, settings: ReadSettings) -> None:
-    """Raise CommitConflict if a whole stock checkpoint was saved over the committed one."""
-    try:
-        is_another = _stock_checkpoint(store, settings) is not None
-    except (NotFound, IntegrityError):
-        return
-    except (FormatError, UnsafeContent):
-        # Ours, damaged, is needed by stock readers only. A whole pickle is another program's that this one refuses.
-        is_another = is_whole_pickle(_read_replaceable(store, STOCK_METADATA_KEY))
-    if is_another:
-        raise CommitConflict(
-            "another program (stock PyTorch?) saved over the checkpoint that is committed here: remove commit.json "
-            "to load the newer one, or .metadata to load the older one; and save to a new place",
-            url=store.url,
-            key=STOCK_METADATA_KEY,
-        )
 
 
 def _stock_checkpoint(store: Store, settings: ReadSettings) -> Checkpoint | None:

@@ -90,7 +90,7 @@ class CheckpointReader(DcpStorage, StorageReader):
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         # The rank whose part is open, of a checkpoint that was saved without collectives.
         self._part: int | None = None
-        self.load_id: str | None = None
+        self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
         self._next: Checkpoint | None = None
         self._failure: CheckpointError | None = None

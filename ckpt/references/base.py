@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from ckpt.backends.options import redact_url
 from ckpt.backends.paths import path_of
 from ckpt.backends.registry import normal_url
 from ckpt.backends.wrapper import PrefixStore
+from ckpt.consistency import environment
 from ckpt.consistency.digests import StoredDigest
 from ckpt.errors import (
     CheckpointError,
@@ -34,10 +35,14 @@ from ckpt.format.records import CommitRecord, StoredCommit
 from ckpt.gc_pause import no_gc
 from ckpt.reading.checkpoint import Checkpoint, ReadSettings
 from ckpt.reading.opening import open_checkpoint
+from ckpt.transfer.fetcher import read_verified
+from ckpt.transfer.threads import in_order
 from ckpt.writing.stock_metadata import is_there
 
 UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, CommitConflict, ConfigurationError)
 """Errors that say of a base that it cannot be one."""
+
+_FILES_AHEAD = 16
 
 
 def base_name(base: str | os.PathLike[str], url: str | os.PathLike[str]) -> str:
@@ -201,6 +206,50 @@ class Base:
         """The rank that wrote each file."""
         names = (ObjectName.parse(split_path(path)[1]) for path in self.columns.files)
         return [0 if name is None else name.rank for name in names]
+
+    def file_of(self, fqn: str, row: int) -> int:
+        """Return the number of the file that holds a chunk of a tensor."""
+        entry = self.columns.entries[fqn]
+        assert isinstance(entry, TensorColumns)
+        return entry.place(row)[0]
+
+    def files_of(self, fqns: Iterable[str], rank: int, size: int) -> set[int]:
+        """List the files that hold entries: those that a rank of the number `rank`, of `size`, wrote."""
+        found = (self._files_of(self.columns.entries[fqn]) for fqn in fqns)
+        return {file for files in found for file in files if self._writers[file] % size == rank}
+
+    @staticmethod
+    def _files_of(entry: TensorColumns | ObjectRow) -> Sequence[int]:
+        if isinstance(entry, ObjectRow):
+            return [entry.file]
+        if entry.count == 1:
+            return [int(entry.file[0])]
+        files: list[int] = np.unique(entry.file).tolist()
+        return files
+
+    def check_files(self, files: Iterable[int], threads: Executor, moved: Callable[[], None]) -> None:
+        """Check that files exist as they were written: the size of each, and the checksum of a block that is drawn.
+
+        `moved` is called after each. Raises NotVisible, IntegrityError, FormatError.
+        """
+        paths = [self.columns.files[file] for file in sorted(files)]
+        self._checkpoint.prepare(paths, threads)
+        for _ in in_order(threads, self._check_file, paths, ahead=_FILES_AHEAD):
+            moved()
+
+    def _check_file(self, path: str) -> None:
+        checkpoint = self._checkpoint
+        file = checkpoint.file(path)
+        size_bytes = checkpoint.when_visible(lambda: checkpoint.store.stat(path).size_bytes)
+        if size_bytes != file.size_bytes:
+            text = f"has {size_bytes} bytes, {file.size_bytes} were written"
+            raise IntegrityError(text, url=checkpoint.store.url, key=path)
+        blocks = -(-size_bytes // file.block_size_bytes)
+        if not blocks:
+            return
+        start = int(environment.token()[:8], 16) % blocks * file.block_size_bytes
+        block = bytearray(min(file.block_size_bytes, size_bytes - start))
+        read_verified(checkpoint.store, file, start, [memoryview(block)], checkpoint.when_visible)
 
     def digests(self, rows: Sequence[tuple[str, int]], threads: Executor) -> list[StoredDigest | None]:
         """Return what is stored of each row; None where there is no digest. Raises as a load."""

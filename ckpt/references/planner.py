@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -31,6 +32,8 @@ from ckpt.writing.layout import Chunk, resolved_tensor
 
 _logger = logging.getLogger(__name__)
 
+_THREADS = 4
+
 
 @dataclass(frozen=True)
 class _Verdict:
@@ -52,10 +55,14 @@ _VERDICT = msgspec.msgpack.Decoder(_Verdict)  # made once, before there are thre
 
 @dataclass(frozen=True)
 class Sure:
-    """Entries that are carried whatever a comparison says, if the state has them, and their owners."""
+    """Entries that are carried whatever a comparison says, if the state has them, and their owners.
+
+    `named`: these, and others that may be carried without a comparison.
+    """
 
     entries: frozenset[str] = frozenset()
     owners: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
 
 
 def sure_entries(base: Base, request: References) -> Sure:
@@ -78,8 +85,9 @@ def sure_entries(base: Base, request: References) -> Sure:
         for fqn, entry in base.columns.entries.items()
         if isinstance(entry, TensorColumns) and request.declares(fqn)
     }
-    chosen, owners = choose_entries({**declared, **exact}, base.data_bytes, needed)
-    return Sure(frozenset(chosen), frozenset(owners | needed))
+    named = {**declared, **exact}
+    chosen, owners = choose_entries(named, base.data_bytes, needed)
+    return Sure(frozenset(chosen), frozenset(owners | needed), frozenset(named))
 
 
 class CarryingPlanner(SavePlanner):
@@ -181,14 +189,34 @@ class CarryingPlanner(SavePlanner):
                 else:
                     compared.append((item, entry))
         equal: dict[str, list[int]] = {}
-        for item, row in self._compare(compared):
-            assert item.tensor_data is not None
-            alike[item.index.fqn] = item.tensor_data.properties.requires_grad
-            equal.setdefault(item.index.fqn, []).append(row)
+        ranks = self._ranks
+        with self._base_may_be_unfit():
+            files = self._base.files_of(self._sure.named, ranks.rank, ranks.size)
+            for item, row in self._compare(compared):
+                assert item.tensor_data is not None
+                fqn = item.index.fqn
+                alike[fqn] = item.tensor_data.properties.requires_grad
+                equal.setdefault(fqn, []).append(row)
+                files.add(self._base.file_of(fqn, row))
+            with workers(_THREADS, "ckpt-base") as threads:
+                self._base.check_files(files, threads, ranks.progress.moved)
         return _Verdict(alike, equal, refused)
 
+    @contextlib.contextmanager
+    def _base_may_be_unfit(self) -> Iterator[None]:
+        """Raise BaseGone for errors of the base where the save can do without it."""
+        try:
+            yield
+        except UNFIT as error:
+            if self._request.required:
+                raise
+            raise BaseGone(error.message, url=error.url, key=error.key) from error
+
     def _compare(self, items: Iterable[tuple[WriteItem, TensorColumns]]) -> Iterator[tuple[WriteItem, int]]:
-        """Yield the tensors that equal rows of the base, of those that this rank is to compare."""
+        """Yield the tensors that equal rows of the base, of those that this rank is to compare.
+
+        Raises as `Base.digests`.
+        """
         with no_gc():
             rows = [
                 (item, row)
@@ -198,13 +226,8 @@ class CarryingPlanner(SavePlanner):
                     entry, item.tensor_data.chunk, self._ranks.rank, self._ranks.size
                 )
             ]
-        try:
-            with workers(4, "ckpt-base") as threads:
-                stored = self._base.digests([(item.index.fqn, row) for item, row in rows], threads)
-        except UNFIT as error:
-            if self._request.required:
-                raise
-            raise BaseGone(error.message, url=error.url, key=error.key) from error  # the save can do without
+        with workers(_THREADS, "ckpt-base") as threads:
+            stored = self._base.digests([(item.index.fqn, row) for item, row in rows], threads)
         known = [(*each, digest) for each, digest in zip(rows, stored, strict=True) if digest is not None]
         found = self._digest(
             [Comparison(partial(self._plain_tensor, item), digest) for item, _, digest in known]

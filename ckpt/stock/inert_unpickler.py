@@ -177,19 +177,6 @@ def opcode_text(code: int) -> str:
     return "a number of more than 255 bytes" if code == _LONG4 else f"opcode {code:#04x}"
 
 
-def is_whole_pickle(data: bytes) -> bool:
-    """Return whether data is one pickle from its first byte to its last, whatever that asks for."""
-    if not data.startswith(pickle.PROTO):
-        return False
-    stream = io.BytesIO(data)
-    try:
-        for _ in pickletools.genops(stream):
-            pass
-    except ValueError:
-        return False
-    return stream.tell() == len(data)
-
-
 # -- stand-ins -----------------------------------------------------------------------------------------
 
 _MEMORY_FORMATS = (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.consistency import environment
-from ckpt.errors import ConfigurationError, FormatError
+from ckpt.errors import CheckpointError, ConfigurationError, FormatError
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.elements import Elements, stored_dtype, values_of
 from ckpt.reading.slices import GROWTH_SLACK_BYTES, OpenCheckpoint
@@ -235,6 +235,8 @@ def write_npy(checkpoint: OpenCheckpoint, selection: Selection, path: str, progr
             target.flush()
             del target, undropped
         os.replace(temporary, path)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise ConfigurationError(f"cannot write {path!r}: {error.strerror or error}") from error
     finally:

@@ -34,6 +34,7 @@ from ckpt.format.names import (
     split_place,
 )
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
+from ckpt.format.saved_over import SAVED_OVER
 from ckpt.tools.findings import find_uploads, is_hollow, stems_of
 from ckpt.tools.ls import find_folders
 from ckpt.tools.remove import delete_counted, remove_folders
@@ -133,7 +134,8 @@ def collect_garbage(
         searched.expect(len(folders))
         for folder, listed in folders:
             if listed.state in ("damaged", "unreadable"):
-                garbage.skipped[listed.path] = f"its commit record cannot be read: {listed.problem}"
+                text = "" if listed.problem == SAVED_OVER else "its commit record cannot be read: "
+                garbage.skipped[listed.path] = f"{text}{listed.problem}"
             elif listed.state != "foreign":
                 ours.add(listed.path)
                 leftovers += collector.look(folder)
@@ -317,8 +319,7 @@ class _Collector:
             stat = store.stat(key)
         except NotFound:
             return None
-        of_model = commit is not None and commit.record.is_model
-        return stat if self._is_old(stat) and not is_anothers(store, key, of_model=of_model) else None
+        return stat if self._is_old(stat) and not is_anothers(store, key, commit) else None
 
     def remove_scrub_record(self) -> None:
         """Remove what scrubs have noted at a root that holds no checkpoint any more."""

@@ -21,6 +21,7 @@ from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
 from ckpt.format.names import MODEL_INDEX_KEY, MODEL_PREFIX, is_our_name, is_rank_directory, step_of
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RunRecord, read_run
+from ckpt.format.saved_over import SAVED_OVER, is_saved_over
 from ckpt.reading.latest import created_at_s, is_stock, missing_object, newest_first
 from ckpt.tools.findings import find_uploads
 from ckpt.transfer.reports import Report, Tally, no_report
@@ -37,7 +38,7 @@ class ListedCheckpoint:
     Attributes:
         path: relative to the root; empty for the root itself.
         state: `committed`, `incomplete` (an interrupted or running save), `foreign` (written by
-            stock PyTorch), `damaged` (its commit record cannot be read; `problem` says why), or
+            stock PyTorch), `damaged` (its commit record cannot be read, or another program saved over it; `problem` says), or
             `unreadable` (the storage allows no look into it).
         step: the tag `step`, or the number in the folder's name.
         size_bytes: own data of a committed checkpoint; of others the sum of all objects, and of files that
@@ -207,7 +208,10 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
     commit = read_commit(folder)
     if commit is not None and (commit.is_ours or begun):
         try:
-            return _committed(base, commit.record)
+            listed = _committed(base, commit.record)
+            if is_saved_over(folder, commit):
+                return replace(listed, state="damaged", problem=SAVED_OVER)
+            return listed
         except CheckpointError as error:
             return _summed(folder, replace(base, state="damaged", problem=error.message))
     if is_stock(folder):

@@ -41,7 +41,7 @@ from ckpt.transfer.fetcher import StoredFile
 from ckpt.transfer.relay_bodies import RUN_BYTES, Range, runs
 from ckpt.transfer.reports import ReportBytes, no_report
 from ckpt.transfer.threads import in_order, workers
-from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, stock_columns
+from ckpt.writing.stock_metadata import encode_stock_metadata, names_only_ours, stock_columns
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -346,7 +346,7 @@ def _check_model_index(store: Store, columns: Columns) -> tuple[list[Damage], li
         data = bytes(read_bytes(store, key, max_bytes=MAX_INDEX_BYTES))
         if data == sealed_model_index(columns):
             return [], []
-        if not is_sealed_json(data) and not is_anothers(store, key, of_model=True):
+        if not is_sealed_json(data) and names_only_ours(store, key):
             return [], [Damage(kind, f"another program wrote it anew; {_REMEDY}", key)]
         unseal_json(data, url=store.url, key=key)
     except NotFound:

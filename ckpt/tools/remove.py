@@ -104,7 +104,7 @@ def remove_within(
         keys = [*sizes]
         kept: list[str] = []
         referrers = Referrers()
-        stock = [] if is_anothers(store, stock_key(record), of_model=record.is_model) else [stock_key(record)]
+        stock = [] if is_anothers(store, stock_key(record), commit) else [stock_key(record)]
         visible = [key for key in stock if exists(store, key)]
         if not dry_run:
             if read_commit(store) != commit:

@@ -149,6 +149,8 @@ def verify_store(
         if error.key != STOCK_METADATA_KEY:
             raise
         result.extend([Damage.of_error("stock_metadata", error)])
+        choice = replace(choice, strays=False)  # objects that this one does not list are of the newer one
+        result.strays = []
         commit = read_commit(store)
         assert commit is not None
     else:

@@ -20,7 +20,6 @@ from ckpt.consistency.commit import (
     COMMIT_KEY,
     MAX_COMMIT_BYTES,
     STOCK_METADATA_KEY,
-    is_foreign,
     publish,
 )
 from ckpt.consistency.conditional_create import learn_condition
@@ -57,20 +56,18 @@ from ckpt.gc_pause import no_gc
 from ckpt.transfer.threads import run_all, workers
 from ckpt.writing.pins import HeldBases, PinReader, Referrers, release_bases
 from ckpt.writing.save_objects import SaveObjects
-from ckpt.writing.stock_metadata import encode_stock_metadata, is_anothers, put_stock_metadata, stock_key
+from ckpt.writing.stock_metadata import (
+    encode_stock_metadata,
+    is_anothers,
+    is_model,
+    put_stock_metadata,
+    stock_key,
+)
 
 _logger = logging.getLogger(__name__)
 
 _MAX_KEYS = 100_000
 """Looked at for another model; a caller may give a folder of very many checkpoints."""
-
-
-def _is_model(commit: StoredCommit) -> bool:
-    """Tell what was committed, also by the record of a damaged checkpoint, which may be replaced."""
-    try:
-        return commit.record.is_model
-    except CheckpointError:
-        return b'"layout":"safetensors"' in commit.raw
 
 
 def _is_referable(commit: StoredCommit) -> bool:
@@ -120,11 +117,11 @@ class Coordinator:
         previous = read_commit(self._store)
         if previous is not None and not previous.is_ours:
             raise self._foreign(COMMIT_KEY)
-        if is_foreign(self._store):
+        if is_anothers(self._store, STOCK_METADATA_KEY, previous):
             raise self._foreign(STOCK_METADATA_KEY)
         if model and (key := self._foreign_model(previous)) is not None:
             raise self._foreign(key)
-        if previous is not None and overwrite and _is_model(previous) != model:
+        if previous is not None and overwrite and is_model(previous) != model:
             raise AlreadyExists(
                 "the checkpoint that is committed here has another format (format=), and one does not replace the "
                 "other: save to another place, or remove it first",
@@ -147,7 +144,7 @@ class Coordinator:
         """Find a file or an index of a model that is not this library's."""
         if exists(self._store, SINGLE_MODEL_KEY):
             return SINGLE_MODEL_KEY
-        if is_anothers(self._store, MODEL_INDEX_KEY, of_model=previous is not None and _is_model(previous)):
+        if is_anothers(self._store, MODEL_INDEX_KEY, previous):
             return MODEL_INDEX_KEY
         for stat in itertools.islice(self._store.list(), _MAX_KEYS):
             key = stat.key

@@ -212,6 +212,18 @@ class PinReader:
 _GONE = PinRecord(referrer="", id="", manifests=[])
 
 
+def is_referred(store: Store, commit: StoredCommit) -> bool:
+    """Return whether other checkpoints name bytes of the one that is committed in `store`.
+
+    A damaged record has no referrers: it names no objects that would be deleted.
+    """
+    try:
+        record = commit.record
+    except CheckpointError:
+        return False
+    return record.is_referable and bool(PinReader(store).look(record, at_most=1).pins)
+
+
 def is_pin(key: str) -> bool:
     """Tell whether an object's name is that of a pin."""
     name = ObjectName.parse(key)

@@ -26,6 +26,7 @@ from ckpt.format.index import decode_index
 from ckpt.format.model_index import MAX_INDEX_BYTES, parse_model_index, sealed_model_index
 from ckpt.format.names import MODEL_INDEX_KEY, is_our_name, split_path
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
+from ckpt.format.saved_over import is_saved_over
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.stock.metadata_writer import estimated_bytes, pickled_metadata
 from ckpt.transfer.manifest_sizes import manifest_bytes
@@ -83,19 +84,29 @@ def stock_columns(columns: Columns) -> Columns:
     return dataclasses.replace(columns, files=files)
 
 
-def is_anothers(store: Store, key: str, *, of_model: bool = False) -> bool:
+def is_anothers(store: Store, key: str, commit: StoredCommit | None = None) -> bool:
     """Return True if another program wrote the `.metadata`, or the index of a model, at this place.
 
-    `of_model`: a model of this library is committed here. Then an index that names only files of
-    this library is its own, though another program may have written it anew, without the seal.
+    `commit`: what is committed there, or was until now. Then `.metadata` that is only damaged is its own; and so is the
+    index of a model that names only files of this library, which another program may have written without the seal.
     """
     if key == STOCK_METADATA_KEY:
-        return is_foreign(store)
+        return is_foreign(store) if commit is None else is_saved_over(store, commit)
     seal = read_json_seal(store, key)
-    return seal is not None and not is_sealed_json(seal) and not (of_model and _names_ours(store, key))
+    if seal is None or is_sealed_json(seal):
+        return False
+    return commit is None or not is_model(commit) or not names_only_ours(store, key)
 
 
-def _names_ours(store: Store, key: str) -> bool:
+def is_model(commit: StoredCommit) -> bool:
+    """Return whether a model was committed, also by the record of a damaged checkpoint, which may be replaced."""
+    try:
+        return commit.record.is_model
+    except CheckpointError:
+        return b'"layout":"safetensors"' in commit.raw
+
+
+def names_only_ours(store: Store, key: str) -> bool:
     """Tell whether an index of a model names only files of this library."""
     try:
         raw = read_bytes(store, key, max_bytes=MAX_INDEX_BYTES)
@@ -109,14 +120,14 @@ def put_stock_metadata(store: Store, commit: StoredCommit, stock_metadata: bytes
 
     Raises CheckpointError if the first put fails; what follows is `ckpt gc`'s to repeat.
     """
-    _put_or_delete(store, stock_key(commit.record), stock_metadata)
+    _put_or_delete(store, stock_key(commit.record), stock_metadata, commit)
     follow_commit(store, commit)
 
 
-def _put_or_delete(store: Store, key: str, stock_metadata: bytes | None) -> None:
+def _put_or_delete(store: Store, key: str, stock_metadata: bytes | None, commit: StoredCommit) -> None:
     if stock_metadata is not None:
         store.put(key, CheckedBody(stock_metadata))
-    elif not is_anothers(store, key):
+    elif not is_anothers(store, key, commit):
         store.delete([key])  # also if it is not there: storage that lags may not show it yet
 
 
@@ -159,13 +170,13 @@ def _follow(store: Store, described: StoredCommit | None) -> bool:
                 stock_metadata = stock_metadata_of(store, commit.record)
             except NotFound:  # replaced again, or not visible yet
                 continue
-            _put_or_delete(store, key := stock_key(commit.record), stock_metadata)
-            if old_key not in ("", key) and not is_anothers(store, old_key, of_model=True):
+            _put_or_delete(store, key := stock_key(commit.record), stock_metadata, commit)
+            if old_key not in ("", key) and not is_anothers(store, old_key, described):
                 store.delete([old_key])
         elif (
             described is not None
             and _is_removed(store, described)
-            and not is_anothers(store, old_key, of_model=True)
+            and not is_anothers(store, old_key, described)
         ):
             store.delete([old_key])
         described = commit

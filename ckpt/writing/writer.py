@@ -147,10 +147,15 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._retries_before = 0
         self._coordinator: Coordinator | None = None
 
+    @property
+    def save_id(self) -> str:
+        """The id of the current or last save, as PyTorch's writer has it."""
+        return self._objects.token
+
     # -- what DCP calls, in this order ---------------------------------------------------------------------
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._objects.token)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 from ckpt.errors import ConfigurationError, LoadFailed, NotFound, SaveFailed, UnsafeContent
+from ckpt.reading.reader import CheckpointReader
 from ckpt.torch_private import fsspec_storage
+from ckpt.writing.writer import CheckpointWriter
 
 FsspecWriter, FsspecReader = fsspec_storage()
 
@@ -404,3 +407,70 @@ def test_a_part_of_a_model_loads_with_a_warning(tmp_path: Path, caplog: pytest.L
     with pytest.raises(LoadFailed, match="lacks") as seen:
         dcp.load({"model": torch.nn.ModuleDict({"x": model})}, checkpoint_id=tmp_path / "a")
     assert "strict" not in str(seen.value), "dcp.load has no such option"
+
+
+# -- folders of saves that have begun ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("makes_writer", [False, True])
+def test_the_folder_exists_when_an_asynchronous_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes_writer: bool
+) -> None:
+    """A trainer that keeps two counts three folders, and removes the oldest; none is a checkpoint without its commit."""
+    ckpt.install()
+    may_go_on = threading.Event()
+    look = CheckpointWriter.look
+
+    def look_late(self: CheckpointWriter) -> None:
+        assert may_go_on.wait(60)
+        look(self)
+
+    for step in (1, 2):
+        dcp.save(state_of(step), checkpoint_id=tmp_path / f"step-{step:08d}")
+    monkeypatch.setattr(CheckpointWriter, "look", look_late)
+    writer = FileSystemWriter(tmp_path / "step-00000003") if makes_writer else None
+    future: Any = dcp.async_save(state_of(3), checkpoint_id=tmp_path / "step-00000003", storage_writer=writer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert [each.path for each in ckpt.list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
+    ckpt.collect_garbage(tmp_path, grace_s=-1)
+    with pytest.raises(NotFound):
+        ckpt.load(state_of(-1), tmp_path / "step-00000003")
+    with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:
+        restored = manager.restore(state_of(-1), step=2, rng=False)
+        assert restored is not None
+    may_go_on.set()
+    future.result(60)
+    assert [each.path for each in ckpt.list_checkpoints(tmp_path)] == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert loads(tmp_path / "step-00000003", 3)
+
+
+def test_a_writer_that_still_saves_makes_the_folder_of_its_next_save(tmp_path: Path) -> None:
+    ckpt.install()
+    writer = FileSystemWriter(tmp_path / "step-1")
+    futures: list[Any] = []
+    for step in (1, 2, 3):
+        place = tmp_path / f"step-{step}"
+        futures.append(dcp.async_save(state_of(step), checkpoint_id=place, storage_writer=writer))
+        assert place.is_dir()
+        futures[-1].result(60)
+    assert all(loads(tmp_path / f"step-{step}", step) for step in (1, 2, 3))
+
+
+def test_ids_of_saves_and_loads(tmp_path: Path) -> None:
+    """As PyTorch's writer and reader have them, also where our classes are named in their place."""
+    writer = CheckpointWriter(tmp_path / "a")
+    assert writer.storage_meta().save_id == writer.save_id
+    dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    reader = CheckpointReader(tmp_path / "a")
+    before = reader.load_id
+    stored = reader.read_metadata().storage_meta
+    assert stored == StorageMeta(str(tmp_path / "a"), writer.save_id, reader.load_id)
+    assert reader.load_id != before

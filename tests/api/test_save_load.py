@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -25,7 +28,10 @@ from support.states import (
 from support.strict_s3 import StrictS3
 
 import ckpt
+from ckpt.errors import NotFound, NotVisible
 from ckpt.options import LoadOptions
+from ckpt.reading.slices import OpenCheckpoint
+from ckpt.tools.cat import select, write_npy
 
 ON_MOTO = [pytest.param(scheme, marks=pytest.mark.server) for scheme in ("s3", "cos", "fsspec+s3")]
 
@@ -262,3 +268,29 @@ def _dcp_save(state: dict[str, Any], writer: ckpt.CheckpointWriter, **kwargs: An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=writer, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory", "s3"])
+def test_what_is_not_there_is_a_file_not_found_error(tmp_path: Path, server: StrictS3, kind: str) -> None:
+    """Programs catch Python's own error for that; it crosses processes with its context."""
+    place = {"folder": str(tmp_path / "none"), "memory": "memory://none/x", "s3": "s3://bucket/none"}[kind]
+    options = server.options if kind == "s3" else None
+    with pytest.raises(FileNotFoundError) as caught:
+        ckpt.load({"w": torch.zeros(1)}, place, storage_options=options)
+    error = caught.value
+    assert isinstance(error, NotFound)
+    assert error.errno == errno.ENOENT
+    for same in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (str(same), vars(same), same.errno) == (str(error), vars(error), errno.ENOENT)
+    with pytest.raises(FileNotFoundError):
+        ckpt.list_checkpoints(place, storage_options=options)
+
+
+def test_a_file_that_goes_while_an_array_is_written_is_not_the_arrays(tmp_path: Path) -> None:
+    ckpt.save({"w": torch.zeros(1000)}, tmp_path / "c")
+    (data,) = (tmp_path / "c").rglob("*.distcp")
+    with OpenCheckpoint(tmp_path / "c") as checkpoint:
+        data.unlink()
+        with pytest.raises((NotFound, NotVisible)):
+            write_npy(checkpoint, select(checkpoint, "w"), str(tmp_path / "w.npy"), lambda *_: None)
+    assert not list(tmp_path.glob("*.tmp"))

@@ -320,6 +320,18 @@ def test_a_base_that_need_not_be_there(run: Path, caplog: pytest.LogCaptureFixtu
     assert digest(loaded(run / "step-1", lora_state())) == digest(lora_state(1))
 
 
+@pytest.mark.parametrize("frozen", [(), ("model.layers.*.weight",)])
+def test_a_base_whose_data_is_gone(run: Path, frozen: tuple[str, ...]) -> None:
+    """A save that names its base does not do without: it says so, and commits nothing."""
+    (data,) = (run / "step-0" / "rank-00000").glob("*.distcp")
+    data.unlink()
+    with pytest.raises(SaveFailed) as caught:
+        ckpt.save(lora_state(1), run / "step-1", base=run / "step-0", frozen=frozen)
+    assert isinstance(caught.value.failures[0], NotVisible)
+    assert data.name in str(caught.value)
+    assert not (run / "step-1" / "commit.json").exists()
+
+
 def test_an_owner_that_is_gone(run: Path) -> None:
     """The error names the checkpoint that needs the object, and the object by its owner; what else is stored loads."""
     ckpt.save(lora_state(1), run / "step-1", base=run / "step-0")

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from support.ranks import run_ranks
-from support.states import bits
+from support.states import bits, digest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.errors import ConfigurationError
 from ckpt.format.records import CommitRecord, decode_commit
+from ckpt.options import ManagerOptions
 from ckpt.trainer_integration.events import Event
 
 
@@ -134,3 +138,162 @@ def test_an_owner_that_is_gone_or_damaged_is_done_without(tmp_path: Path, frozen
         manifest.write_bytes(manifest.read_bytes()[:-1] + b"?")
         manager.step(4, state_at(4), rng=False)
     assert owners(tmp_path, 4) == set()
+
+
+def _lose(root: Path, step: int, how: str) -> None:
+    """Have a file of a checkpoint be gone, short, long or another one; its records stay."""
+    (data,) = (root / f"step-{step:08d}/rank-00000").glob("*.distcp")
+    whole = data.read_bytes()
+    data.unlink()
+    if how == "short":
+        data.write_bytes(whole[: len(whole) // 2])
+    elif how == "long":
+        data.write_bytes(whole + b"?")
+    elif how == "zeros":
+        data.write_bytes(bytes(len(whole)))
+
+
+def _loads(root: Path, step: int) -> None:
+    found = state_at(0)
+    ckpt.load(found, root / f"step-{step:08d}")
+    assert digest(found) == digest(state_at(step))
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "long", "zeros"])
+@pytest.mark.parametrize("frozen", [(), ("base",)])
+def test_data_of_the_base_that_is_lost_is_saved_again(
+    tmp_path: Path, how: str, frozen: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lifecycle rule took it, or a person: what is acknowledged afterwards loads."""
+    with manager_of(tmp_path, frozen=frozen) as manager:
+        manager.step(1, state_at(1), rng=False)
+        manager.wait_durable()
+        _lose(tmp_path, 1, how)
+        for step in (2, 3):
+            manager.step(step, state_at(step), rng=False)
+    assert caplog.text.count("everything is saved anew") == 1
+    assert [owners(tmp_path, step) for step in (2, 3)] == [set(), {"step-00000002"}]
+    for step in (2, 3):
+        _loads(tmp_path, step)
+
+
+@pytest.mark.parametrize("frozen", [(), ("base",)])
+def test_data_of_an_earlier_owner_that_is_lost_is_saved_again(
+    tmp_path: Path, frozen: tuple[str, ...]
+) -> None:
+    """Not of the base, but of a checkpoint that it names."""
+    with manager_of(tmp_path, frozen=frozen, async_mode="off") as manager:
+        for step in (1, 2):
+            manager.step(step, state_at(step), rng=False)
+        _lose(tmp_path, 1, "gone")
+        manager.step(3, state_at(3), rng=False)
+    assert owners(tmp_path, 3) == set()
+    _loads(tmp_path, 3)
+
+
+@pytest.mark.parametrize("frozen", [(), ("base",)])
+def test_a_lost_file_of_another_rank(tmp_path: Path, frozen: tuple[str, ...]) -> None:
+    """Each file is looked at by one rank; what it finds has all ranks save everything."""
+    run_ranks(2, _lose_on_ranks, str(tmp_path), frozen)
+    for step in (2, 3):
+        found = {"base": torch.zeros(40_000), "adapter": torch.zeros(10), "step": 0}
+        ckpt.load(found, tmp_path / f"step-{step:08d}")
+        assert digest(found) == digest(state_at(step))
+
+
+def _lose_on_ranks(rank: int, root: str, frozen: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(step: int) -> dict[str, Any]:
+        state = state_at(step)
+        return state | {"base": distribute_tensor(state["base"], mesh, [Shard(0)])}
+
+    with manager_of(Path(root), frozen=frozen) as manager:
+        manager.step(1, sharded(1), rng=False)
+        manager.wait_durable()
+        if rank == 0:
+            (data,) = Path(root, "step-00000001/rank-00001").glob("*.distcp")
+            data.unlink()
+        torch.distributed.barrier()
+        for step in (2, 3):
+            manager.step(step, sharded(step), rng=False)
+
+
+# -- going back ----------------------------------------------------------------------------------------
+
+
+def branch_at(step: int, branch: int) -> dict[str, Any]:
+    """A state whose large tensor changed last at an even step: odd ones name bytes of the step before."""
+    large = torch.arange(40_000.0) + 100 * branch + step // 2
+    return {"base": large, "adapter": torch.full((10,), float(step) + 100 * branch), "step": step}
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name.removeprefix("step-0000000") for path in root.glob("step-*"))
+
+
+def _check_branch(root: Path, branches: dict[int, int]) -> None:
+    """The newest checkpoint, and each step, are those of the branch on which the run saved it last."""
+    with manager_of(root) as manager:
+        state = branch_at(0, 0)
+        wanted: list[Any] = ["latest-valid", *branches]
+        for number in wanted:
+            restored = manager.restore(state, step=number, rng=False)
+            assert restored is not None
+            assert restored.step == (number if isinstance(number, int) else max(branches))
+            assert digest(state) == digest(branch_at(restored.step, branches[restored.step]))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("mode", ["thread", "off"])
+def test_steps_are_reached_again_after_going_back(tmp_path: Path, restarts: bool, mode: Any) -> None:
+    """A superseded checkpoint that others name is not replaced: the new one is saved in the same root."""
+    managers = [manager_of(tmp_path, async_mode=mode)]
+    for branch in range(4):
+        if restarts and branch:
+            managers[-1].close()
+            managers.append(manager_of(tmp_path, async_mode=mode))
+        if branch:
+            managers[-1].restore(branch_at(0, 0), step=1, rng=False)
+        for step in range(2 if branch else 1, 6):
+            assert managers[-1].step(step, branch_at(step, branch), rng=False)
+            managers[-1].wait_durable()
+    managers[-1].close()
+    _check_branch(tmp_path, {1: 0} | dict.fromkeys(range(2, 6), 3))
+
+
+def test_what_was_saved_again_goes_when_no_checkpoint_names_it(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with manager_of(tmp_path, keep=10, async_mode="off", events=[events.append]) as manager:
+        for step in range(1, 6):
+            manager.step(step, branch_at(step, 0), rng=False)
+        manager.restore(branch_at(0, 0), step=1, rng=False)
+        for step in range(2, 6):
+            manager.step(step, branch_at(step, 1), rng=False)
+    assert folders(tmp_path) == ["1", "2.again", "3", "4.again", "5"]
+    removed = [(event.step, event.reason) for event in events if event.kind == "removed"]
+    assert removed == [(2, "it was saved again"), (4, "it was saved again")]
+    _check_branch(tmp_path, {1: 0} | dict.fromkeys(range(2, 6), 1))
+
+
+def test_a_new_run_in_an_old_root(tmp_path: Path) -> None:
+    options: Any = {"async_mode": "off", "options": ManagerOptions(on_existing="new-run")}
+    for branch in (0, 1):
+        with manager_of(tmp_path, **options) as manager:
+            for step in range(1, 6):
+                manager.step(step, branch_at(step, branch), rng=False)
+    _check_branch(tmp_path, dict.fromkeys(range(1, 6), 1))
+
+
+def test_going_back_on_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _go_back_on_ranks, str(tmp_path))
+    _check_branch(tmp_path, {1: 0} | dict.fromkeys(range(2, 6), 1))
+
+
+def _go_back_on_ranks(rank: int, root: str) -> None:
+    with manager_of(Path(root)) as manager:
+        for branch in (0, 1):
+            if branch:
+                manager.restore(branch_at(0, 0), step=1, rng=False)
+            for step in range(2 if branch else 1, 6):
+                manager.step(step, branch_at(step, branch), rng=False)

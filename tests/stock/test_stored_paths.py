@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import pickle
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 import ckpt
-from ckpt.errors import CommitConflict, FormatError, UnsafeContent
+from ckpt.errors import CommitConflict, FormatError, SaveFailed, UnsafeContent
+from ckpt.format.saved_over import SAVED_OVER
+from ckpt.reading.slices import OpenCheckpoint
 from ckpt.stock.metadata_reader import decode_metadata
 from ckpt.torch_private import StorageInfo
 
@@ -77,17 +81,6 @@ def test_a_path_of_any_class(tmp_path: Path, kind: Any) -> None:
     assert ckpt.verify(tmp_path).ok
 
 
-@pytest.mark.parametrize("kind", PATHS)
-def test_saved_over_one_of_ours(tmp_path: Path, kind: Any) -> None:
-    """The older state is not loaded as if it were the newest."""
-    ckpt.save({"w": torch.ones(2)}, tmp_path)
-    _with_path(tmp_path, kind(tmp_path), 2.0)
-    loaded = {"w": torch.zeros(2)}
-    with pytest.raises(CommitConflict, match="saved over the checkpoint"):
-        ckpt.load(loaded, tmp_path)
-    assert loaded["w"].tolist() == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     "command", [["inspect"], ["verify"], ["ls"], ["cp", "copy"], ["convert", "model", "--to", "safetensors"]]
 )
@@ -106,6 +99,52 @@ def test_commands_on_one_of_multi_storage_client(tmp_path: Path, command: list[s
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+_LOAD = """
+import sys, torch, ckpt
+loaded = {"w": torch.zeros(2)}
+ckpt.load(loaded, sys.argv[1])
+assert loaded["w"].tolist() == [2.0, 2.0]
+assert "paths_of_a_program" not in sys.modules
+"""
+
+
+def test_a_path_class_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is neither needed nor run: here it ends the program."""
+    module = tmp_path / "modules" / "paths_of_a_program.py"
+    module.parent.mkdir()
+    module.write_text("import pathlib\nclass RunPath(type(pathlib.Path())): pass\n")
+    monkeypatch.syspath_prepend(module.parent)
+    place = tmp_path / "c"
+    _with_path(place, importlib.import_module("paths_of_a_program").RunPath(place), 2.0)
+    for text in ("raise SystemExit('imported')", None):
+        module.unlink()
+        if text is not None:
+            module.write_text(text)
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(module.parent), *sys.path])}
+        command = [sys.executable, "-W", "ignore", "-c", _LOAD, str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+        assert done.returncode == 0, done.stderr
+
+
+def test_multi_storage_client_itself(tmp_path: Path) -> None:
+    """Alone, and over a checkpoint of ours; as it is installed."""
+    torch_part = pytest.importorskip(
+        "multistorageclient.contrib.torch", reason="multi-storage-client is not installed"
+    )
+    ckpt.save({"w": torch.ones(2)}, tmp_path / "over")
+    for name in ("alone", "over"):
+        writer = torch_part.MultiStorageFileSystemWriter(str(tmp_path / name))
+        dcp.save({"w": torch.full((2,), 2.0)}, storage_writer=writer, no_dist=True)
+    loaded = {"w": torch.zeros(2)}
+    ckpt.load(loaded, tmp_path / "alone")
+    assert loaded["w"].tolist() == [2.0, 2.0]
+    assert ckpt.verify(tmp_path / "alone").ok
+    with pytest.raises(CommitConflict):
+        ckpt.load(loaded, tmp_path / "over")
+    listed = {each.path: each.state for each in ckpt.list_checkpoints(tmp_path)}
+    assert listed == {"alone": "foreign", "over": "damaged"}
+
+
 def test_multi_storage_client_saved_over_one_of_ours(tmp_path: Path) -> None:
     ckpt.save({"scalar": torch.tensor(1.0)}, tmp_path)
     for path in KEPT.iterdir():
@@ -118,26 +157,97 @@ def test_multi_storage_client_saved_over_one_of_ours(tmp_path: Path) -> None:
     assert loaded["scalar"] == 2.5
 
 
-def test_metadata_of_others_that_is_refused_over_one_of_ours(tmp_path: Path) -> None:
-    """A whole pickle is another program's, though this reader takes none of it."""
-    ckpt.save({"w": torch.ones(2)}, tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"another": RunPath("/a")}))
-    with pytest.raises(CommitConflict):
-        ckpt.load({"w": torch.zeros(2)}, tmp_path)
+def _flipped(whole: bytes) -> bytes:
+    middle = len(whole) // 2
+    return whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
 
 
 @pytest.mark.parametrize(
-    "damaged",
-    [b"", b"\0" * 1000, b"this is not a pickle.", pickle.dumps({"a": [1] * 100})[:-5]],
-    ids=["empty", "zeros", "text", "cut"],
+    "damage",
+    [lambda _: b"", lambda _: b"\0" * 1000, _flipped, lambda whole: whole[:-1], lambda whole: whole[:-100]],
+    ids=["empty", "zeros", "flipped", "cut in the seal", "cut before it"],
 )
-def test_damaged_metadata_over_one_of_ours(tmp_path: Path, damaged: bytes) -> None:
-    """Only stock readers need it."""
-    ckpt.save({"w": torch.ones(2)}, tmp_path)
-    (tmp_path / ".metadata").write_bytes(damaged)
+def test_own_metadata_that_is_damaged(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    """Only stock readers need it: reader and writer pass over it, `verify` reports it, `gc` writes it again."""
+    ckpt.save({"w": torch.ones(2)}, tmp_path / "c")
+    metadata = tmp_path / "c" / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(damage(whole))
     loaded = {"w": torch.zeros(2)}
-    ckpt.load(loaded, tmp_path)
+    ckpt.load(loaded, tmp_path / "c")
     assert loaded["w"].tolist() == [1.0, 1.0]
+    assert [listed.state for listed in ckpt.list_checkpoints(tmp_path)] == ["committed"]
+    assert [damage.kind for damage in ckpt.verify(tmp_path / "c").damages] == ["stock_metadata"]
+    os.utime(metadata, (0, metadata.stat().st_mtime + 60))  # long after the commit
+    ckpt.collect_garbage(tmp_path, grace_s=-120)
+    assert metadata.read_bytes() == whole
+    metadata.write_bytes(damage(whole))
+    ckpt.save({"w": torch.ones(3)}, tmp_path / "c", overwrite=True)
+    assert ckpt.verify(tmp_path / "c").ok
+
+
+def _of_stock(kind: Any) -> Callable[[Path], None]:
+    return lambda place: _with_path(place, kind(place), 2.0)
+
+
+def _of_stock_cut(place: Path) -> None:
+    _with_path(place, place, 2.0)
+    metadata = place / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-5])
+
+
+def _of_bytes(data: bytes) -> Callable[[Path], object]:
+    return lambda place: (place / ".metadata").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "save_over",
+    [
+        *map(_of_stock, [pathlib.Path, RunPath, ClientPath]),
+        _of_stock_cut,
+        _of_bytes(pickle.dumps({"another": RunPath("/a")})),
+        _of_bytes(pickle.dumps({"a": [1] * 100})[:-5]),
+        _of_bytes(pickle.dumps({"a": 1}, protocol=0)),
+        _of_bytes(b'{"version": 9}'),
+        _of_bytes(b"this is not a pickle."),
+    ],
+    ids=["path", "subclass", "client", "cut", "refused", "a part", "protocol 0", "json", "text"],
+)
+def test_all_agree_on_one_that_another_program_saved_over(
+    tmp_path: Path, save_over: Callable[[Path], object]
+) -> None:
+    """Which of the two is wanted only its owner knows: none is chosen, replaced or collected."""
+    place = tmp_path / "step-00000002"
+    ckpt.save({"w": torch.zeros(2)}, tmp_path / "step-00000001")
+    ckpt.save({"w": torch.ones(2)}, place)
+    save_over(place)
+    before = sorted(place.rglob("*"))
+    loaded = {"w": torch.full((2,), 9.0)}
+    copied = tmp_path / "copied"
+    calls: list[Callable[[], object]] = [
+        lambda: ckpt.load(loaded, place),
+        lambda: ckpt.inspect(place),
+        lambda: OpenCheckpoint(place).__enter__(),
+        lambda: ckpt.copy(place, copied),
+    ]
+    for call in calls:
+        with pytest.raises(CommitConflict, match="saved over the checkpoint"):
+            call()
+    assert loaded["w"].tolist() == [9.0, 9.0]
+    with pytest.raises(SaveFailed, match="another program wrote this"):
+        ckpt.save({"w": torch.ones(2)}, place, overwrite=True)
+    found = ckpt.verify(place)
+    assert [damage.message for damage in found.damages] == [SAVED_OVER]
+    assert found.strays == []
+    listed = {each.path: (each.state, each.latest) for each in ckpt.list_checkpoints(tmp_path)}
+    assert listed == {"step-00000001": ("committed", True), "step-00000002": ("damaged", False)}
+    assert ckpt.collect_garbage(tmp_path, grace_s=-1).skipped == {place.name: SAVED_OVER}
+    with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:
+        restored = manager.restore(loaded, rng=False)
+    assert restored is not None
+    assert restored.step == 1
+    assert SAVED_OVER in restored.passed_over[0].reason
+    assert sorted(place.rglob("*")) == before
 
 
 # -- where a path may be ---------------------------------------------------------------------------------

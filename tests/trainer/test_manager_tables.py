@@ -106,6 +106,38 @@ def test_what_a_failed_save_did_not_save_is_in_the_next(tmp_path: Path) -> None:
     assert torch.equal(again.values, expected_after(3))
 
 
+def test_lost_rows_of_the_base_are_saved_again(tmp_path: Path) -> None:
+    """The records of the base are there, its rows are not: no save that names them is acknowledged."""
+    run = Run(tmp_path, on_failure="continue", async_mode="off")
+    with run.manager:
+        run.step(1)
+        for data in (tmp_path / "step-00000001").rglob("*.distcp"):
+            data.unlink()
+        run.step(2)
+        assert isinstance(run.manager._saves.last_failure, CheckpointError)
+        run.step(3)
+        assert run.manager.wait_durable() == 3
+    again = Run(tmp_path)
+    assert again.restore() == 3
+    assert torch.equal(again.values, expected_after(3))
+
+
+def test_steps_are_reached_again_after_going_back(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.manager:
+        for step in range(1, 5):
+            run.step(step)
+    for last in (5, 6):
+        run = Run(tmp_path)
+        with run.manager:
+            run.manager.restore({"weight": run.weight}, step=1)
+            for step in range(2, last + 1):
+                run.step(step)
+    again = Run(tmp_path)
+    assert again.restore() == 6
+    assert torch.equal(again.values, expected_after(6))
+
+
 def test_a_damaged_table_is_passed_over_with_its_state(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.manager:

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import torch
 
 from ckpt import api
 from ckpt.consistency.commit import COMMIT_KEY
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.reading.foreign_files import is_committed
 from ckpt.reading.reader import CheckpointReader
 from ckpt.trainer_integration.adapters.host import newest_checkpoint, require_host
@@ -149,7 +149,8 @@ def _load_shards(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: 
     planner = strategies.MCoreLoadPlanner(
         shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=mismatched
     )
-    api.load(values, place, planner=planner, **_load_options)
+    with _errors_of_host():
+        api.load(values, place, planner=planner, **_load_options)
     loaded = values | {key: [shard.data for shard in group] for key, group in shards.items()}
     state = strategies._replace_sharded_keys_with_state_dict_keys(loaded, paths, names)
     strategies._restore_dict_types(state, sharded_state_dict)
@@ -161,7 +162,8 @@ def _load_common(self: Any, checkpoint_dir: Any) -> Any:
     if not _is_ours(_place(checkpoint_dir)):
         return _native[_load_common](self, checkpoint_dir)
     values: dict[str, Any] = {_COMMON.unique_key: ""}
-    api.load(values, _place(checkpoint_dir), no_dist=True, **_load_options)
+    with _errors_of_host():
+        api.load(values, _place(checkpoint_dir), no_dist=True, **_load_options)
     return values[_COMMON.unique_key][0]
 
 
@@ -187,6 +189,20 @@ def _maybe_load_config(checkpoint_dir: Any) -> core.CheckpointingConfig | None:
         return _native[_maybe_load_config](checkpoint_dir)
     committed = is_committed(_place(checkpoint_dir), _load_options["storage_options"])
     return core.CheckpointingConfig("torch_dist") if committed else None
+
+
+class _LoadFailed(LoadFailed, core.CheckpointingException):
+    """A load failed: an error of this library, and the one of Megatron-Core that its callers catch."""
+
+
+@contextlib.contextmanager
+def _errors_of_host() -> Iterator[None]:
+    """Let a failed load, such as one of a missing key or of another shape, be an error of Megatron-Core too."""
+    try:
+        yield
+    except LoadFailed as error:
+        facts: dict[str, Any] = {"failures": error.failures, "failed_ranks": error.failed_ranks}
+        raise _LoadFailed(error.message, url=error.url, **facts) from error
 
 
 class _Planner(strategies.MCoreSavePlanner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -24,11 +25,12 @@ from ckpt.errors import (
 )
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunCheckpoint
-from ckpt.reading.latest import Candidate, created_at_s, examine, newest_first
+from ckpt.reading.latest import Candidate, created_at_s, examine, newest_first, steps_by_folder
 from ckpt.tools.remove import remove, remove_within
 from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.shared_record import SharedRecord
 from ckpt.words import OLD_VERSIONS
+from ckpt.writing.pins import is_referred
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class History(SharedRecord):
     Attributes:
         place: the root as texts show it, without credentials.
         referred: steps that no rule keeps, and whose bytes later checkpoints name.
-        unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
+        taken: folders whose checkpoint stays as it is: it is damaged, another program's, or others name its bytes.
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -50,7 +52,7 @@ class History(SharedRecord):
         super().__init__(root, storage_options)
         self._others: set[str] = set()  # folders that hold none of the commits that were removed
         self._told_of_versions = False
-        self.unusable: set[str] = set()
+        self.taken: set[str] = set()
         self.referred: frozenset[int] = frozenset()
 
     def url(self, path: str) -> str:
@@ -62,22 +64,44 @@ class History(SharedRecord):
         return f"{self.place.rstrip('/')}/{path}"
 
     def path(self, step: int) -> str:
-        """Name the folder for a save of `step`."""
+        """Name the folder for a save of `step`: the first one that is not `taken`."""
         name = f"step-{step:08d}"
-        return f"{name}.again" if name in self.unusable else name
+        more = (f"{name}.again-{number}" for number in itertools.count(2))
+        return next(each for each in itertools.chain([name, f"{name}.again"], more) if each not in self.taken)
 
     def candidates(self) -> list[tuple[int, str]]:
         """List steps and folders in which a checkpoint may be, the newest first."""
-        names: list[str] = []
+        return newest_first(self._folders(), self._record())
+
+    def steps_after(self, step: int) -> set[int]:
+        """List the later steps of which a checkpoint may exist, also a superseded one."""
+        steps = steps_by_folder(self._folders(), self._record()).values()
+        return {each for each in steps if each > step}
+
+    def referred_at(self, step: int) -> set[str]:
+        """List the folders of a step whose bytes other checkpoints name; none where storage cannot be asked."""
+        found: set[str] = set()
         try:
-            names += self._store.folders()
+            steps = steps_by_folder(self._folders(), self._record())
+            for path in (path for path, number in steps.items() if number == step):
+                with contextlib.closing(open_store(self.url(path), self.storage_options)) as store:
+                    commit = read_commit(store)
+                    if commit is not None and is_referred(store, commit):
+                        found.add(path)
+        except CheckpointError as error:
+            _logger.warning("which checkpoints name bytes of step %d is not known: %s", step, error)
+        return found
+
+    def _folders(self) -> list[str]:
+        try:
+            return [*self._store.folders()]
         except StorageError as error:
             if not self._record().checkpoints:
                 raise
             _logger.warning(
                 "the checkpoints cannot be listed, only those in the run's record are known: %s", error
             )
-        return newest_first(names, self._record())
+            return []
 
     def newest(self, own: Collection[int] = ()) -> tuple[int, str] | None:
         """Find step and folder of the newest checkpoint that is on record, or can be restored, and is of no step of `own`.
@@ -120,9 +144,11 @@ class History(SharedRecord):
 
     def at(self, step: int) -> list[tuple[int, str]]:
         """List `step` and the folders in which its checkpoint may be, the likeliest first."""
-        known = [recorded.path for recorded in self._record().checkpoints if recorded.step == step]
+        known = [recorded for recorded in self._record().checkpoints if recorded.step == step]
+        known.sort(key=lambda old: (old.superseded, -old.saved_at_s))
         name = f"step-{step:08d}"
-        return [(step, path) for path in dict.fromkeys([*known, f"{name}.again", name])]
+        paths = [*(recorded.path for recorded in known), f"{name}.again", name]
+        return [(step, path) for path in dict.fromkeys(paths)]
 
     def best(self, rule: Best) -> list[tuple[int, str]]:
         """List steps and folders, the best first."""
@@ -154,8 +180,9 @@ class History(SharedRecord):
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:
         """Remove checkpoints that no rule keeps, but not `newest`; yield each, and any error.
 
-        Those whose bytes others name stay, and are in `referred`, until those others are gone. What was removed
-        before, and has come back by a put that storage carried out late, is removed again.
+        So are superseded ones whose step was saved again, in another folder. Those whose bytes others name
+        stay, and are in `referred`, until those others are gone. What was removed before, and has come back by a put
+        that storage carried out late, is removed again.
         """
         self._sweep()
         stay, referred = {newest}, dict[str, int]()
@@ -164,8 +191,8 @@ class History(SharedRecord):
             with contextlib.ExitStack() as until_noted:
                 until_noted.enter_context(self._lock)  # who pins it meanwhile finds it gone, or keeps it
                 kept = self.kept(keep)
-                unkept = (old for old in self.durable() if old.step not in kept and old.path not in stay)
-                checkpoint = next(unkept, None)
+                unkept = [*self._replaced(), *(old for old in self.durable() if old.step not in kept)]
+                checkpoint = next((old for old in unkept if old.path not in stay), None)
                 if checkpoint is None:
                     self.referred = frozenset(referred.values())
                     return
@@ -187,6 +214,11 @@ class History(SharedRecord):
         alive = self.durable()
         pinned = {checkpoint.step: "pinned" for checkpoint in alive if checkpoint.pinned}
         return pinned | keep.keeps(alive, time.time())
+
+    def _replaced(self) -> list[RunCheckpoint]:
+        """List superseded checkpoints whose step was saved again."""
+        again = {checkpoint.step for checkpoint in self.durable()}
+        return [old for old in self.given_up() if old.step in again and not old.pinned]
 
     def close(self) -> None:
         self._store.close()

@@ -101,6 +101,9 @@ class NearSaves(Saves):
         note_run(self._tier, self._ranks.from_first(self._run))
         self._tier.begin()
 
+    def _note_past(self, step: int) -> None:
+        """Note nothing: saves of a tier name no bytes of others, and persistent storage may not answer."""
+
     # -- saves ---------------------------------------------------------------------------------------------
 
     def _upload(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from support.files import damage
 from support.servers import S3Server
 from torch import nn
@@ -89,6 +91,31 @@ def test_modes_and_keep_latest_k(tmp_path: Path, mode: str) -> None:
     assert Run(tmp_path).manager.load(4)
     with pytest.raises(NotFound):
         again.manager.load(3)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("installed", [False, True])
+def test_its_own_purge(tmp_path: Path, mode: str, installed: bool) -> None:
+    """It counts the folders that exist when a save has begun."""
+    root = tmp_path / "run"
+    wanted = {"step-4", "step-5"}
+    if installed:
+        ckpt.install()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        run = Run(root, TitanManager, async_mode=mode, keep_latest_k=2).to(5)
+        deadline_s = time.monotonic() + 60
+        while {path.name for path in root.iterdir()} != wanted and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        run.manager.close()
+        again = Run(root, TitanManager)
+        assert again.manager.load()
+        assert again.state() == (5, 5, 5)
+    finally:
+        ckpt.uninstall()
+        torch.distributed.destroy_process_group()
+    assert {path.name for path in root.iterdir()} == wanted
 
 
 def test_a_folder_on_s3(s3: S3Server) -> None:
