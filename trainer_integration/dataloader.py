@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ckpt.child_processes import isolate_children
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.trainer_integration.data_order.shards import Position
 from ckpt.trainer_integration.dataset import Sample, ShardedDataset
@@ -122,6 +123,7 @@ class RescalableLoader:
         if not self._num_workers:
             return self.dataset.samples(positions)
         streams: dict[int, Iterator[Sample]] = {}
+        isolate_children()
         for number in range(self._num_workers):
             part = shards[number :: self._num_workers]
             # torch would draw seeds from the trainer's generator, once more in a resumed run.

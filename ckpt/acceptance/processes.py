@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ckpt.acceptance.tasks import LoadTask, RankFigures, Report, SaveTask, Setup
+from ckpt.child_processes import isolate_children
 from ckpt.errors import CheckpointError, ConfigurationError
 
 _TICK_S = 0.5
@@ -30,6 +31,7 @@ class Processes:
 
     def __init__(self, setup: Setup, count: int, arena_bytes: int) -> None:
         self._processes: dict[Connection, BaseProcess] = {}
+        isolate_children()
         context = multiprocessing.get_context("spawn")
         try:
             for _ in range(count):

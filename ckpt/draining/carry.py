@@ -8,13 +8,12 @@ objects of the commit there commits: all nodes have the same record, so any may,
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckpt.backends.base import PutMode, Store, UploadNote, exists
+from ckpt.backends.base import PutMode, Store, UploadNote, exists, put_bytes
 from ckpt.backends.bodies import Body, CheckedBody, Part
 from ckpt.draining.unfinished import Unfinished
 from ckpt.errors import (
@@ -77,7 +76,7 @@ class Carried:
         sent_bytes: of data files, that this process has sent.
         lacks: the first object that the durable place still lacks, and why it is not committed; None if it is.
         was_there: it was committed there before.
-        is_gone: what was sent there is not there any more.
+        is_gone: it was committed there and removed.
         was_replaced: another save is committed at the source than the one that was to be carried.
     """
 
@@ -133,14 +132,15 @@ class Carrier:
         destination: Store,
         *,
         commit_id: str | None = None,
-        was_sent: bool = False,
+        marks: bool = False,
         was_removed: Callable[[], bool] = lambda: False,
     ) -> Carried:
         """Send the objects that are here and not there; commit if all are there then.
 
         Args:
             commit_id: carry no other save: the order in which they are carried is that of those that were seen.
-            was_sent: what is gone of it is not sent again: it was committed and removed, or given up.
+            marks: while objects of other nodes are missing, put this node's manifests there again: `ckpt gc` takes what it
+                finds by the youngest object of a rank.
             was_removed: tells, once it is not committed there, whether it was: requests of that removal may still be carried out.
 
         Raises:
@@ -173,10 +173,10 @@ class Carrier:
             check_beside(destination, record)
         except ConfigurationError:
             return Carried(lacks=NO_BASE)
-        if was_removed() or (was_sent and self._is_gone(record, source, destination)):
+        if was_removed():
             return Carried(is_gone=True)
         try:
-            done = self._send(commit, source, destination)
+            done = self._send(commit, source, destination, marks=marks)
             done.is_gone = (
                 done.lacks is None and was_removed()
             )  # meanwhile, after another node had committed it
@@ -190,20 +190,11 @@ class Carrier:
                 "an earlier save was committed here meanwhile", url=destination.url
             ) from None
 
-    def _is_gone(self, record: CommitRecord, source: Store, destination: Store) -> bool:
-        """Tell whether an object of this node that was sent is missing there."""
-        there = {stat.key for stat in destination.list()}
-        for ref in self._wanted(record):
-            keys = itertools.chain([ref.path], ref.data_keys(of_model=record.is_model) or ())
-            if not all(key in there for key in keys) and exists(source, ref.path):
-                return True
-        return False
-
     def _wanted(self, record: CommitRecord) -> list[ManifestRef]:
         refs = record.own_manifests
         return [ref for ref in refs if self.share is None or self.share.has(record, ref)]
 
-    def _send(self, commit: StoredCommit, source: Store, destination: Store) -> Carried:
+    def _send(self, commit: StoredCommit, source: Store, destination: Store, *, marks: bool) -> Carried:
         record, done, lock, failed = commit.record, Carried(), threading.Lock(), threading.Event()
         sizes = {stat.key: stat.size_bytes for stat in destination.list()}
         pool, reports = StagingPool(_BUDGET_BYTES), FileReports(self.progress, record.data_bytes)
@@ -244,6 +235,10 @@ class Carrier:
             send_small(record.described_by)
         check_wanted(self.stop)
         done.lacks = missing_object(destination, record)
+        if marks and done.lacks is not None:
+            for ref in self._wanted(record):
+                if ref.path in sizes and exists(source, ref.path):
+                    put_bytes(destination, ref.path, bytes(read_listed(source, _SETTINGS, ref, commit)))
         return done
 
     def _commit(self, commit: StoredCommit, destination: Store, coordinator: Coordinator) -> None:

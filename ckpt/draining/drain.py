@@ -41,6 +41,7 @@ from ckpt.format.run_record import RunRecord, read_run
 from ckpt.tools.remove import remove
 from ckpt.transfer.bandwidth import Pacer
 from ckpt.transfer.reports import ReportBytes, no_report
+from ckpt.writing.pins import GRACE_S
 
 _logger = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ _FINAL = (AccessDenied, AlreadyExists, BaseGone, CommitConflict, NotFound, Stora
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 
+_MARK_S = GRACE_S / 8
+"""How often to mark what waits for other nodes, so that `ckpt gc` passes over it."""
+
 STOPPED = "stopped before it was durable"
-NOT_SENT = (STOPPED, NO_BASE)
-"""Reasons to wait of what this node has not sent all of."""
 
 State = Literal["durable", "waiting", "failed", "left out"]
 
@@ -180,6 +182,7 @@ class _Again:
 
     at_s: float = -math.inf
     pause_s: float = 0.0
+    marked_s: float = -math.inf
 
     def wait(self) -> None:
         self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
@@ -284,9 +287,10 @@ class _Drainer:
         began_s = environment.monotonic()
         if each.problem:
             return self._failed(each, each.problem)
+        marks = began_s - self.again[each.path].marked_s > _MARK_S
         try:
             carried = patiently(
-                lambda: self._carry(each, source, destination),
+                lambda: self._carry(each, source, destination, marks=marks),
                 outage_s=self.outage_s,
                 stop=self.stop,
                 passing=_PASSING,
@@ -310,6 +314,8 @@ class _Drainer:
             if carried.lacks != NO_BASE:
                 self.settled[each.path] = each.id, "waiting"
                 self.again[each.path].wait()
+                if marks:
+                    self.again[each.path].marked_s = began_s
             if self.told.get(each.path) == carried.lacks:
                 return None
             self.told[each.path] = carried.lacks
@@ -318,14 +324,14 @@ class _Drainer:
         took_s = 0.0 if carried.was_there else environment.monotonic() - began_s
         return self._told(each, "durable", took_s=took_s)
 
-    def _carry(self, each: _Local, source: Store, destination: Store) -> Carried:
+    def _carry(self, each: _Local, source: Store, destination: Store, *, marks: bool) -> Carried:
         if each.run and not self.any_root:
             self._check_run(each)
         return self.carrier.carry(
             source,
             destination,
             commit_id=each.id,
-            was_sent=self._state(each) == "waiting",
+            marks=marks,
             was_removed=lambda: each.id in _record_of(self.durable).removed,
         )
 
@@ -366,16 +372,23 @@ class _Drainer:
             # What was left out may be needed until a newer one is durable.
             if states[number] != "durable" and not (states[number] == "left out" and number < newest_durable):
                 continue
-            folder = f"{self.local.directory or self.local.url}/{each.path}"
             try:
-                with held(folder) as is_free:  # else it is being saved again
-                    commit = read_commit(PrefixStore(self.local, each.path))
-                    if is_free and commit is not None and commit.record.id == each.id:
-                        remove(folder)
+                remove_save(f"{self.local.directory or self.local.url}/{each.path}", each.id)
             except StillReferred:
                 continue  # a later one names its bytes: it goes with that
             except CheckpointError as error:
                 _logger.warning("%s could not be removed from this node: %s", each.path, error)
+
+
+def remove_save(folder: str, commit_id: str) -> None:
+    """Remove a checkpoint of this node if it is still the save with this id, and is not being saved again.
+
+    Raises as `ckpt.remove`.
+    """
+    with held(folder) as is_free, contextlib.closing(open_store(folder)) as store:
+        commit = read_commit(store) if is_free else None
+        if commit is not None and commit.record.id == commit_id:
+            remove(folder)
 
 
 def _record_of(durable: Store) -> RunRecord:

@@ -18,8 +18,8 @@ class Grace:
     To be killed at any request is safe, so ending there is too.
 
     Attributes:
-        finish: set when it begins: to carry what is there.
-        stop: set `seconds` later: to end soon.
+        finish: set when it begins, or by the end of a trainer: to carry what is there.
+        stop: set `seconds` after `begin`: to end soon.
         last_words: called if the process has not ended `_LAST_REQUESTS_S` after that, just before it is ended.
     """
 
@@ -27,12 +27,14 @@ class Grace:
     last_words: Callable[[], None]
     finish: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
+    _has_begun: bool = False
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         """Start the time; a signal handler may call it, also again."""
-        if not self.finish.is_set():
-            self.finish.set()
+        self.finish.set()
+        if not self._has_begun:
+            self._has_begun = True
             threading.Thread(target=self._run_out, daemon=True).start()
 
     def end(self) -> None:

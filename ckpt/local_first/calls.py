@@ -74,6 +74,7 @@ class CallTier(NodeTier):
                 before.finish()
                 self._start()
             self._config = dict(config)
+        self.begin()
 
     def look_after(self) -> None:
         """Begin to keep the process running, and to tell the saves what becomes of them."""

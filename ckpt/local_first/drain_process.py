@@ -20,12 +20,16 @@ import msgspec
 
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
+from ckpt.child_processes import command_of
+from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.draining.carry import Share
-from ckpt.draining.drain import NOT_SENT, Drained, State, drain
+from ckpt.draining.drain import Drained, State, drain
 from ckpt.draining.ending import Grace
 from ckpt.draining.marker import durable_of
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.records import read_commit
+from ckpt.format.run_record import read_run
+from ckpt.local_first.own_files import open_own
 from ckpt.whole_files import write_whole
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +43,10 @@ _LOOK_S = 0.3
 _POLL_S = 0.5
 _GRACE_S = 25.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_IDLE_S = 20.0
+"""How long a process without work waits for some; it takes memory, and starts again within seconds."""
+_MAX_DEATHS = 3
+"""How often in a row a process may die soon after its start until saves fail by that."""
 _NICENESS = 10
 
 
@@ -95,6 +103,19 @@ def current_status(folder: str) -> dict[str, DrainState]:
     return states
 
 
+def has_work(folder: str) -> bool:
+    """Return whether a run's folder on this node holds a checkpoint, or a save under way, of which nothing is settled."""
+    states = current_status(folder)
+    try:
+        with contextlib.closing(open_store(folder)) as store:
+            record = read_run(store)
+            settled = {path for path, state in states.items() if state.state != "waiting"}
+            settled |= {old.path for old in record.checkpoints if old.superseded} if record else set()
+            return not settled.issuperset(store.folders())
+    except CheckpointError:
+        return True
+
+
 class _Lasting(subprocess.Popen[bytes]):
     """A process that may outlive what has started it."""
 
@@ -117,10 +138,11 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class DrainProcess:
-    """Starts the process for a run's folder, and starts it again when it has died.
+    """Starts the process for a run's folder, and starts it again when it has died, or is needed again.
 
     It reads `config`, the arguments of `ckpt.drain`, through a pipe: while that is open it looks for
-    new checkpoints; when the trainer closes it, or dies, it carries what is there, and ends.
+    new checkpoints; when the trainer closes it, or dies, it carries what is there, and ends. The pipe is closed
+    also when the folder has held nothing to carry for `_IDLE_S`.
     """
 
     def __init__(self, folder: str, config: Mapping[str, Any]) -> None:
@@ -132,28 +154,43 @@ class DrainProcess:
             raise ConfigurationError(text) from None
         self._process: _Lasting | None = None
         _started[:] = [process for process in _started if process.poll() is None]
-        self._began_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+        self._lock = threading.Lock()
+        self._began_at_s, self._began_s, self._pause_s = 0.0, 0.0, _FIRST_PAUSE_S
+        self._needed_s, self._rests, self._deaths = 0.0, False, 0
 
     def carry_only(self, share: Share) -> None:
         """Have it carry its share of what is here; call it before the first `look`."""
         self._config = pickle.dumps({**self._arguments, "share": share})
 
     def look(self) -> str | None:
-        """Start it if it does not run; return why it had ended, when that is news."""
-        process, now_s = self._process, time.monotonic()
-        if process is not None and process.poll() is None:
-            return None
-        if process is not None and now_s - self._began_s < self._pause_s:
-            return None
-        news = None
-        if process is not None:
-            news = f"the process that carries checkpoints ended with {process.returncode}: see {self.log}"
-            lived_s = now_s - self._began_s
-            self._pause_s = (
-                _FIRST_PAUSE_S if lived_s > _LONGEST_PAUSE_S else min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            )
-        self._start()
-        return news
+        """Start it if it does not run and is needed; end it if it is not. Return why it had ended, when that is news."""
+        with self._lock:
+            process, now_s = self._process, time.monotonic()
+            if process is None:
+                self._start()
+                return None
+            is_needed = has_work(self._folder)
+            if is_needed:
+                self._needed_s = now_s
+            if process.poll() is None:
+                self._rests = self._rests or now_s - self._needed_s > _IDLE_S
+                if self._rests:
+                    self.finish()
+                return None
+            news = None if self._rests else self._news(process.returncode)
+            if (self._rests and not is_needed) or (news and now_s - self._began_s < self._pause_s):
+                return None
+            if news:
+                self._count(now_s - self._began_s, process.returncode, news)
+            self._start()
+            return news
+
+    def wake(self) -> None:
+        """Start it again if it was ended for want of work: what is local outlives this process from its first moment on."""
+        with self._lock:
+            self._needed_s = time.monotonic()
+            if self._rests:
+                self._start()
 
     @property
     def log(self) -> str:
@@ -174,20 +211,34 @@ class DrainProcess:
     def ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
+    def _news(self, code: int) -> str:
+        return f"the process that carries checkpoints ended with {code}: see {self.log}"
+
+    def _count(self, lived_s: float, code: int, news: str) -> None:
+        """Wait longer after each early death; note as a problem, by which saves fail, that it dies again and again."""
+        is_early = lived_s <= _LONGEST_PAUSE_S
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if is_early else _FIRST_PAUSE_S
+        self._deaths = self._deaths + 1 if is_early and code else 0
+        if self._deaths >= _MAX_DEATHS and not problem_since(self._folder, self._began_at_s):
+            status = _Status(
+                checkpoints=read_status(self._folder), problem=news, problem_began_s=self._began_at_s
+            )
+            with contextlib.suppress(OSError):
+                write_whole(os.path.join(self._folder, STATUS), msgspec.json.encode(status))
+
     def _start(self) -> None:
         self.finish()
         environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "OPENBLAS_NUM_THREADS": "1",  # numpy would start one for each core, which the trainer has use for
         }
         with contextlib.suppress(OSError):
             if os.path.getsize(self.log) > _MAX_LOG_BYTES:
                 os.replace(self.log, f"{self.log}.1")
-        with open(self.log, "ab") as log:
+        with open(open_own(self._folder, LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as log:
             # Its own clock would tell when it was ready: later than a save that came after its start.
-            began = repr(time.time())
+            self._began_at_s = time.time()
             self._process = _Lasting(
-                [sys.executable, "-m", "ckpt.local_first.drain_process", began, self._folder],
+                command_of(__name__, "main", repr(self._began_at_s), self._folder),
                 stdin=subprocess.PIPE,
                 bufsize=0,  # a child of a fork closes it, and has no lock to wait for
                 stdout=log,
@@ -198,7 +249,8 @@ class DrainProcess:
         _started.append(self._process)
         with contextlib.suppress(OSError):  # already while it starts
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
-        self._began_s = time.monotonic()
+        self._began_s = self._needed_s = time.monotonic()
+        self._rests = False
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: the next look tells
             left = len(self._config).to_bytes(8, "little") + self._config
@@ -206,12 +258,11 @@ class DrainProcess:
                 left = left[self._process.stdin.write(left) :]
 
 
-def main() -> None:
-    """Carry what is in a folder, by the arguments on standard input; the command line has it and the time of the start."""
+def main(began: str, folder: str) -> None:
+    """Carry what is in a folder, by the arguments on standard input; `began` is when the process was started."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    began_s, folder = float(sys.argv[1]), sys.argv[2]
     config = pickle.loads(sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little")))
-    grace = Grace(_GRACE_S, lambda: _logger.warning("ended while the durable place gave no answer"))
+    grace = Grace(_GRACE_S, lambda: _say_what_is_left(folder))
     finish, stop = grace.finish, grace.stop
     signal.signal(signal.SIGTERM, lambda *_: grace.begin())
     owner, status = _File(os.path.join(folder, _OWNER)), _File(os.path.join(folder, STATUS))
@@ -219,7 +270,7 @@ def main() -> None:
     owner.write(token)
     threading.Thread(target=_wait_for_end, args=[finish], daemon=True).start()
     threading.Thread(target=_look, args=[owner, {b"", before, token}, stop, status], daemon=True).start()
-    with open(os.path.join(folder, _LOCK), "ab") as lock:
+    with open(open_own(folder, _LOCK, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as lock:
         while not stop.is_set():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -232,11 +283,24 @@ def main() -> None:
             _carry(folder, config, finish, stop, status)
         except CheckpointError as error:
             _logger.error("%s", error)
-            told = _Status(checkpoints=read_status(folder), problem=str(error), problem_began_s=began_s)
+            told = _Status(checkpoints=read_status(folder), problem=str(error), problem_began_s=float(began))
             status.write(msgspec.json.encode(told))
             sys.exit(1)
         finally:
             grace.end()
+
+
+def _say_what_is_left(folder: str) -> None:
+    """Log which checkpoints are not durable: the process is ended while it waits for an answer."""
+    states = read_status(folder)
+    left = [
+        entry.name
+        for entry in os.scandir(folder)
+        if os.path.exists(os.path.join(entry.path, COMMIT_KEY))
+        and (entry.name not in states or states[entry.name].state == "waiting")
+    ]
+    text = "ended while the durable place gave no answer; not durable yet: %s"
+    _logger.warning(text, ", ".join(sorted(left)) or "nothing")
 
 
 def _carry(
@@ -246,10 +310,8 @@ def _carry(
     _logger.info("carrying %s to %s", folder, durable_of(folder))
     settled: dict[str, tuple[str, State]] = {}
     for name, was in known.items():
-        # With a share this process may have to send what the one before had not to.
-        has_sent = was.state == "waiting" and was.reason not in NOT_SENT and config.get("share") is None
-        if was.state == "durable" or has_sent:
-            settled[name] = was.id, "durable" if was.state == "durable" else "waiting"
+        if was.state == "durable":
+            settled[name] = was.id, "durable"
     for drained in drain(
         folder, follow=True, poll_s=_POLL_S, settled=settled, finish=finish, stop=stop, **config
     ):
@@ -320,7 +382,3 @@ class _File:
         if self._unwritten:
             write_whole(self._path, self._unwritten)
             self._unwritten = b""
-
-
-if __name__ == "__main__":
-    main()

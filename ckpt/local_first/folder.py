@@ -14,6 +14,7 @@ import weakref
 from ckpt.backends.registry import normal_url
 from ckpt.draining.marker import identity_of, mark
 from ckpt.errors import ConfigurationError, StorageError
+from ckpt.local_first.own_files import make_own, open_own
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class RunFolder:
         holder: who does, once it is held: the same for all these ranks, and another one on each node.
 
     Raises:
-        ConfigurationError: `local` is no path, or lies inside of `durable` or around it; another run's folder is there.
+        ConfigurationError: `local` is no path, or lies inside of `durable` or around it; another run's folder is there,
+            or that of another user, or links are in it.
         StorageError: the folder cannot be made.
     """
 
@@ -60,7 +62,8 @@ class RunFolder:
         self._lock: int | None = None
         _all.add(self)
         try:
-            os.makedirs(self.path, exist_ok=True)
+            os.makedirs(root, exist_ok=True)
+            make_own(self.path)
             mark(self.path, self.durable)
         except OSError as error:
             raise StorageError(
@@ -107,7 +110,7 @@ class RunFolder:
         """
         is_own = any(other.path == self.path and other._lock is not None for other in _all)
         patience_s = _PATIENCE_S if patience_s is None or is_own else patience_s
-        lock = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = open_own(self.path, _LOCK, os.O_RDWR | os.O_CREAT)
         deadline_s = time.monotonic() + patience_s
         while True:
             try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.draining.folder_lock import held
+from ckpt.draining.drain import remove_save
 from ckpt.errors import CheckpointError
-from ckpt.local_first.drain_process import DrainProcess, current_status, read_status
+from ckpt.local_first.drain_process import DrainProcess, current_status, problem_since, read_status
 from ckpt.local_first.folder import RunFolder
 from ckpt.local_first.options import LocalTier
 from ckpt.local_first.partners import Node, meet, share_of, shared_domains, sources_of, undurable
@@ -18,7 +19,6 @@ from ckpt.local_first.room import has_room
 from ckpt.local_first.saving import Place
 from ckpt.local_first.watch import Watch
 from ckpt.ranks.group import Ranks
-from ckpt.tools.remove import remove
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ class NodeTier:
         root: the run's durable place.
         job: names this job, the same on all ranks.
         config: of `ckpt.drain`.
+
+    Attributes:
+        own: folders of the checkpoints that this process has saved here and not given up, if it `is_leader`.
+        changed_at_s: when it saved the last of them, or was made, since 1970.
 
     Raises as `RunFolder`.
     """
@@ -57,6 +61,8 @@ class NodeTier:
         self.is_leader = self.folder.is_leader if is_local else rank == 0
         self._options, self._root = options, root
         self.sources: tuple[int, ...] | None = None
+        self.own: set[str] = set()
+        self.changed_at_s = time.time()
         self._process = self._process_with(config)
         self._watch: Watch | None = None
 
@@ -87,7 +93,7 @@ class NodeTier:
         """Tell whether this node has room for one more like the largest that it has; what is durable makes room."""
         try:
             return not (self.is_local and self.is_leader) or has_room(
-                self.folder.path, self._options.budget_bytes
+                self.folder.path, self._options.budget_bytes, self.own
             )
         except OSError as error:
             _logger.warning("the folder of this node cannot be used: %s", error)
@@ -114,17 +120,17 @@ class NodeTier:
             self._process.carry_only(share_of(node, nodes))
         return shared_domains(nodes)
 
-    def remove_near(self, path: str) -> None:
-        """Remove a checkpoint from this node, unless it is being saved again."""
-        url = self.folder.url(path)
-        with contextlib.suppress(CheckpointError), held(url) as is_free:
-            if is_free:
-                remove(url)
+    def remove_near(self, path: str, commit_id: str) -> None:
+        """Remove a save from this node, unless its folder holds another one by now, or will."""
+        with contextlib.suppress(CheckpointError):
+            remove_save(self.folder.url(path), commit_id)
 
     # -- what became of it ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to carry now, if that has not begun."""
+        """Begin to carry now, if that has not begun, or has ended for want of work."""
+        if self._process is not None and self.is_local:
+            self._process.wake()
         if self._watch is not None:
             self._watch.begin()
 
@@ -132,6 +138,12 @@ class NodeTier:
         """List checkpoints of this node that cannot become durable, by their folders, and why."""
         states = current_status(self.folder.path).items()
         return {path: state.reason for path, state in states if state.state == "failed"}
+
+    def problem(self) -> str:
+        """Return by which error the process of this node has ended since the last save; empty if it runs, or has none."""
+        if self._process is None or not self._process.ended():
+            return ""
+        return problem_since(self.folder.path, self.changed_at_s)
 
     def is_durable(self, path: str) -> bool:
         """Tell whether a checkpoint of this node has become durable, as the process last said."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Collection
 
 from ckpt.backends.base import Store
 from ckpt.backends.registry import open_store
@@ -20,11 +21,12 @@ from ckpt.tools.remove import remove
 _MARGIN = 1.05
 
 
-def has_room(folder: str, budget_bytes: int | None) -> bool:
+def has_room(folder: str, budget_bytes: int | None, own: Collection[str] = ()) -> bool:
     """Tell whether a run's folder has room for one checkpoint more like the largest that it has.
 
     What the run has given up, and what is durable, is removed for it, the oldest first; before that, what saves have
-    left that were killed. So no save may be under way. Raises OSError.
+    left that were killed. So no save may be under way. `own` are the folders of checkpoints that this process has saved
+    and not given up, whatever the record on the disk says of them. Raises OSError.
     """
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     for name in names:
@@ -33,7 +35,7 @@ def has_room(folder: str, budget_bytes: int | None) -> bool:
                 collect_garbage(os.path.join(folder, name), grace_s=0.0, depth=0)
     sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
     needed = int(max(sizes.values(), default=0) * _MARGIN)
-    states, given_up = current_status(folder), _given_up(folder)
+    states, given_up = current_status(folder), _given_up(folder).difference(own)
     spare = [path for path in sizes if path in states and states[path].state == "durable"]
     spare = [path for path in sizes if path in given_up] + spare
     while needed > _free_bytes(folder, budget_bytes, sum(sizes.values())):

@@ -1,8 +1,9 @@
 """Remove the leftovers of interrupted saves: `ckpt.collect_garbage`.
 
 An object is removed if only this library gives such names, if no commit of its checkpoint lists it
-or anything of its token, and if it is older than a grace period; so is a commit of which nothing is there. A save that runs longer than that
-looks like an interrupted one. A model without a commit stays if other programs can read it.
+or anything of its token, and if it and all others of its token are older than a grace period; so is a commit of
+which nothing is there. A save that runs longer than that looks like an interrupted one; a drain that waits for other
+nodes puts a manifest again. A model without a commit stays if other programs can read it.
 
 On storage that lags, a commit may exist and not be seen yet. So all folders are looked at, then
 they are given time, and looked at again before anything is deleted.
@@ -210,7 +211,7 @@ class _Collector:
                 left += [
                     stat for key, stat in records.items() if key in keys and not is_anothers(folder, key)
                 ]
-            old = [stat for stat in left if self._is_old(stat)]
+            old = self._old(left)
             self.garbage.young += len(left) - len(old)
             if commit is None and not self.uncommitted_models:
                 old = self._without_models(folder, [stat.key for stat in listed], old)
@@ -349,6 +350,11 @@ class _Collector:
 
         store.abandon(choose=choose)
 
+    def _old(self, stats: Sequence[ObjectStat]) -> list[ObjectStat]:
+        """Return those that are old, as all objects of their token are: a drain that waits puts one of them again."""
+        young = {_token_of(stat.key) for stat in stats if not self._is_old(stat)}
+        return [stat for stat in stats if _token_of(stat.key) not in young]
+
     def _is_old(self, stat: ObjectStat) -> bool:
         return stat.modified_at_s is not None and stat.modified_at_s < self.now_s - self.grace_s
 
@@ -381,6 +387,12 @@ class _Collector:
         self.garbage.restored.append(path)
         if not self.dry_run:
             put_stock_metadata(store, commit, expected)
+
+
+def _token_of(key: str) -> str:
+    """Return the token in a name that a save gives; the key itself if it is none."""
+    name = ObjectName.parse(key)
+    return key if name is None else name.token
 
 
 def _is_of_model(key: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 from ckpt.backends.base import ObjectStat, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import CheckedBody
+from ckpt.child_processes import command_of
 from ckpt.consistency import environment
 from ckpt.errors import AlreadyExists, CheckpointError, StorageError, StorageUnavailable
 
@@ -27,14 +27,6 @@ _MAX_BYTES = 1 << 20
 _LAST_WORD_S = 5.0
 _LONGEST_S = 3600.0
 CLEANING_LIMIT_S = 30.0
-
-_SERVE = """
-import sys
-sys.path[:] = {path!r}
-from ckpt.consistency.probes.clients import serve
-serve({descriptor})
-"""
-"""The same modules as here: `python -m` would look for them in the working directory first."""
 
 T = TypeVar("T")
 
@@ -116,7 +108,7 @@ class ProcessClient(Client):
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE.format(path=sys.path, descriptor=theirs.fileno())],
+                command_of(__name__, "serve", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -152,9 +144,9 @@ class ProcessClient(Client):
         return result
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: str) -> None:
     """Carry out the operations that come over a socket, until the other side hangs up."""
-    with Connection(descriptor) as connection, contextlib.suppress(EOFError, OSError):
+    with Connection(int(descriptor)) as connection, contextlib.suppress(EOFError, OSError):
         store = connection.recv()
         while True:
             operation = connection.recv()

@@ -294,6 +294,32 @@ def test_the_last_node_commits(nodes: list[Path], sharded_place: Path, durable: 
     assert ckpt.verify(durable / "step-100").ok
 
 
+def test_what_garbage_collection_removed_is_sent_again(
+    nodes: list[Path], sharded_place: Path, durable: Path
+) -> None:
+    """A node was away for longer than the grace period: the files of the other one are leftovers, for all that is known."""
+    (first,) = ckpt.drain(nodes[0], durable)
+    assert ckpt.collect_garbage(durable, grace_s=0).items
+    settled = {first.path: (first.id, first.state)}
+    (again,) = ckpt.drain(nodes[0], durable, settled=settled)
+    assert [first.state, again.state] == ["waiting", "waiting"]
+    assert [each.state for each in ckpt.drain(nodes[1], durable)] == ["durable"]
+    assert ckpt.diff(sharded_place, durable / "step-100").same
+
+
+def test_garbage_collection_passes_over_what_a_living_drain_has_sent(
+    nodes: list[Path], server: StrictS3, to_server: dict[str, Any]
+) -> None:
+    assert [each.state for each in ckpt.drain(nodes[0], DURABLE, **to_server)] == ["waiting"]
+    server.dates_s = dict.fromkeys(server.dates_s, time.time() - 48 * 3600)
+    sent = len(server.sent("PutObject"))
+    assert [each.state for each in ckpt.drain(nodes[0], DURABLE, **to_server)] == ["waiting"]
+    assert len(server.sent("PutObject")) == sent + 1  # a manifest
+    assert ckpt.collect_garbage(DURABLE, **to_server).items == []
+    assert [each.state for each in ckpt.drain(nodes[1], DURABLE, **to_server)] == ["durable"]
+    assert ckpt.verify(f"{DURABLE}/step-100", **to_server).ok
+
+
 def test_another_node_commits_in_between(
     nodes: list[Path], sharded_place: Path, durable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from support.commands import options_of, run
 from support.strict_s3 import Request, StrictS3
 
 import ckpt
+from ckpt.draining.ending import Grace
 
 
 @pytest.fixture
@@ -100,3 +101,12 @@ def test_sigterm_carries_what_fits(
             1,
             [f"waiting  step-{step}: stopped before it was durable" for step in (1, 2)],
         )
+
+
+def test_a_signal_ends_a_process_that_finishes_already() -> None:
+    """The end of the trainer has set `finish` before."""
+    grace = Grace(0.01, lambda: None)
+    grace.finish.set()
+    grace.begin()
+    assert grace.stop.wait(60)
+    grace.end()

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 import ckpt
 from ckpt.cli.app import app
 from ckpt.errors import ConfigurationError, LoadFailed, SaveFailed
+from ckpt.local_first import drain_process
 from ckpt.local_first.drain_process import STATUS, read_status
 from ckpt.local_first.folder import RunFolder, mount_of
 from ckpt.trainer_integration import keeping
@@ -314,6 +315,36 @@ def test_going_back_gives_up_what_is_local_too(tmp_path: Path) -> None:
     assert step == 2
 
 
+@pytest.mark.parametrize("last", [3, 4])
+def test_what_was_given_up_before_going_back_removes_nothing_later(tmp_path: Path, last: int) -> None:
+    """Step 2 is given up while the root gives no answer; the run goes back, and saves it again.
+
+    After step 3 it is to be given up with the next save; after step 4 its files are to be removed.
+    """
+    with dead_store() as (_, options, dead):
+        dead.set()
+        log = Log()
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0.0, answer_timeout_s=0.5)
+        more: dict[str, Any] = {"storage_options": options, "preflight": False, "local": local}
+        with ckpt.CheckpointManager(
+            "s3://bucket/run", save=1, keep=keeping.last(1), events=[log.append], **more
+        ) as manager:
+            tier: Any = manager._saves._tier  # type: ignore[attr-defined]
+            look, tier._watch._look = tier._watch._look, lambda: None
+            for step in range(1, last + 1):
+                manager.step(step, state_of(step))
+                log.wait_for("local", step)
+            assert manager.restore(state_of(0), step=1) is not None
+            manager.step(2, state_of(2))
+            assert manager._saves.settle() is None
+            tier._watch._look = look
+            for _ in range(2):
+                tier.wait_looked(time.monotonic() + PATIENCE_S)
+            assert (local_of(tmp_path) / "step-00000002" / "commit.json").exists()
+            assert [each.step for each in tier.history.durable()] == [1, 2]
+        end_carriers(tmp_path)
+
+
 def test_two_runs_share_a_folder(tmp_path: Path) -> None:
     for name in ("one", "two"):
         with ckpt.CheckpointManager(
@@ -576,6 +607,75 @@ def test_a_process_that_may_not_write_says_so(tmp_path: Path) -> None:
     text = (local_of(tmp_path) / "ckpt-drain.log").read_text()
     assert "the credentials have expired" in text
     assert "Fatal Python error" not in text
+
+
+def test_a_root_that_refuses_is_not_waited_for(tmp_path: Path) -> None:
+    with strict_s3() as server, fault_proxy(server) as proxy:
+        proxy.rule = lambda call: 403
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0)
+        more: dict[str, Any] = {"storage_options": proxy.options, "preflight": False, "local": local}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, **more) as manager:
+            manager.step(1, state_of(1))
+            with pytest.raises(SaveFailed, match=r"cannot become durable: step-00000001: .*credentials"):
+                manager.wait_durable(5 * PATIENCE_S)
+        end_carriers(tmp_path)
+
+
+def test_a_process_that_dies_again_and_again_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_process, "command_of", lambda *_: ["/bin/false"])
+    local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0)
+    with ckpt.CheckpointManager(tmp_path / "durable", save=1, preflight=False, local=local) as manager:
+        manager.step(1, state_of(1))
+        with pytest.raises(SaveFailed, match=r"ended with 1: see .*ckpt-drain\.log"):
+            manager.wait_durable(5 * PATIENCE_S)
+
+
+def test_a_process_without_work_ends_and_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_process, "_IDLE_S", 0.5)
+    log = Log()
+    with manager_of(tmp_path, log) as manager:
+        process = manager._saves._tier._process  # type: ignore[attr-defined]
+        for step in (1, 2):
+            manager.step(step, state_of(step))
+            assert manager.wait_durable(PATIENCE_S) == step
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not process.ended():
+                assert time.monotonic() < deadline_s, "the process goes on"
+                time.sleep(0.05)
+    assert log.steps("durable") == [1, 2]
+    assert log.steps("drain_failed") == []
+
+
+def end_carriers(folder: Path) -> None:
+    """Kill the processes that carry from a folder: those begun since would wait an hour for their server."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"ckpt.local_first.drain_process" in words and str(folder).encode() in words[-2]:
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_sigterm_ends_the_process_of_a_trainer_that_has_ended(tmp_path: Path) -> None:
+    with dead_store() as (_, options, dead):
+        dead.set()
+        local = ckpt.LocalTier(tmp_path / "local", drain_timeout_s=0)
+        more: dict[str, Any] = {"storage_options": options, "preflight": False, "local": local}
+        with ckpt.CheckpointManager("s3://bucket/run", save=1, **more) as manager:
+            manager.step(1, state_of(1))
+            process = manager._saves._tier._process  # type: ignore[attr-defined]
+        text = local_of(tmp_path) / "ckpt-drain.log"
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "trying again" not in text.read_text():
+            assert time.monotonic() < deadline_s, text.read_text()
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process._process.wait(5 * PATIENCE_S) is not None
+        assert "step-00000001" in text.read_text().splitlines()[-1]
 
 
 def test_what_cannot_become_durable_is_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import ckpt
 from ckpt.draining.drain import Drained
 from ckpt.draining.marker import marker_of
 from ckpt.errors import ConfigurationError
+from ckpt.local_first.folder import RunFolder
 from ckpt.trainer_integration import keeping
 
 
@@ -91,10 +92,18 @@ def test_a_copy_of_a_root_is_a_root(tmp_path: Path) -> None:
     assert restored(first) == 2
 
 
-def test_checkpoints_that_name_no_run_count(tmp_path: Path) -> None:
-    """Those of before, and those of `ckpt.save`."""
+def test_a_checkpoint_that_names_no_run_is_not_of_one_that_has_an_id(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3))
     ckpt.save(state_of(7), folder_of(tmp_path) / "step-00000007", no_dist=True, tags={"step": "7"})
+    log = Log()
+    assert restored(tmp_path, log) == 2
+    assert "it names none" in log.of("passed_over").reason
+
+
+def test_checkpoints_that_name_no_run_count_while_it_has_no_id(tmp_path: Path) -> None:
+    """Those of versions before ids, and those of `ckpt.save`."""
+    folder = RunFolder(tmp_path / "local", tmp_path / "durable")
+    ckpt.save(state_of(7), folder.url("step-00000007"), no_dist=True, tags={"step": "7"})
     assert restored(tmp_path) == 7
 
 

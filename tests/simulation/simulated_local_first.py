@@ -142,6 +142,7 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 (room, "os", files),
                 (room, "shutil", files),
                 (folder, "os", files),
+                (folder, "make_own", files.makedirs),
                 (marker, "os", files),
                 (drain_process, "os", files),
                 (watch, "_LOOK_S", 30.0),
@@ -150,7 +151,7 @@ def simulated_nodes(world: Nodes, simulation: Simulation) -> Iterator[None]:
                 (near_saves, "_ASK_S", 120.0),
                 (drain_process, "_POLL_S", 40.0),
                 (node_tier, "RunFolder", _Folder),
-                *((module, "held", functools.partial(_held, world)) for module in (drain, saving, node_tier)),
+                *((module, "held", functools.partial(_held, world)) for module in (drain, saving)),
                 (node_tier, "DrainProcess", functools.partial(_DrainProcess, simulation)),
                 *(
                     (module, "time", Clock)
@@ -248,6 +249,9 @@ class _DrainProcess:
         news = None if self._own is None else "it has ended"
         self._own = self._simulation.start_carrier(this_process().node, self._path, self._config)
         return news
+
+    def wake(self) -> None:
+        """It is not ended for want of work."""
 
     def finish(self) -> None:
         if self._own is not None:

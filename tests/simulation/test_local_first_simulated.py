@@ -645,10 +645,6 @@ BROKEN: dict[str, tuple[Sequence[Change], Callable[[], object]]] = {
     "what another node has committed meanwhile is replaced": (
         [(carry.Carrier, "carry", mutated(carry.Carrier.carry, _look_twice, "if False:"))], until_caught(first=600),
     ),
-    "who carries is chosen anew, and not looked at": (
-        [(drain_process, "_carry", mutated(drain_process._carry, ' and config.get("share") is None', ""))],
-        until_caught(),
-    ),
     "the newest is carried first": (
         [(drain._Drainer, "_round", mutated(_round, "key=lambda each: each.order)", "key=lambda each: each.order)[::-1]"))],
         until_caught(),

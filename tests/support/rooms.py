@@ -58,6 +58,7 @@ ROOMS: Mapping[str, Room] = {
         "chunks that a tensor gives by its own hooks or fields", ("ckpt.errors", "ckpt.torch_private")
     ),
     "ckpt.whole_files": Room("files that appear whole", ()),
+    "ckpt.child_processes": Room("Python processes that import nothing from the working directory", ()),
     "ckpt.settings": Room("ckpt.toml: how bytes move to each place", ("ckpt.errors",)),
     "ckpt.backends": Room(
         "storage systems behind one small contract",
@@ -76,7 +77,8 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.consistency": Room("the commit protocol, checksums, time and chance", ("ckpt.errors", *_CONTRACT)),
     "ckpt.consistency.probes": Room(
-        "what a storage really guarantees, measured", ("ckpt.errors", "ckpt.consistency", *_CONTRACT)
+        "what a storage really guarantees, measured",
+        ("ckpt.child_processes", "ckpt.errors", "ckpt.consistency", *_CONTRACT),
     ),
     "ckpt.format": Room("what this library stores: names, records, index", _FLOOR),
     "ckpt.ranks": Room(
@@ -281,6 +283,7 @@ ROOMS: Mapping[str, Room] = {
         "saves on the nodes' own disks, carried behind the trainer, restored from the nearest",
         (
             *_FLOOR,
+            "ckpt.child_processes",
             "ckpt.collective",
             "ckpt.backends.wrapper",
             _REGISTRY,
@@ -322,6 +325,7 @@ ROOMS: Mapping[str, Room] = {
         "a model's worth of known values saved, loaded, compared",
         (
             *_FLOOR,
+            "ckpt.child_processes",
             "ckpt.dcp_storage",
             _REGISTRY,
             "ckpt.backends.wrapper",
@@ -335,6 +339,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.trainer_integration": Room(
         "the checkpoint manager, the training state, the data loader",
         (
+            "ckpt.child_processes",
             "ckpt.consistency.block_digests",
             "ckpt.content.checks",
             "ckpt.errors",
@@ -359,6 +364,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.trainer_integration.run": Room(
         "one run's saves: decide, upload, keep, restore",
         (
+            "ckpt.child_processes",
             "ckpt.words",
             "ckpt.notebook",
             "ckpt.arguments",
@@ -647,6 +653,7 @@ _NOT_DRAWN = (
     "ckpt.gc_pause",
     "ckpt.torch_private",
     "ckpt.whole_files",
+    "ckpt.child_processes",
     "ckpt.words",
 )  # the floor under all rooms
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save
+from ckpt.child_processes import isolate_children
 from ckpt.collective import place_of, stager
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
@@ -80,6 +81,7 @@ class Uploads:
             raise ConfigurationError(f"{wanted} needs async_mode='thread' or 'off'")
         if self.mode == "process":
             check_main_guard()
+            isolate_children()
 
     def trust(self, names: Collection[str]) -> Collection[str]:
         """Return the names of objects that a restore trusts: these, or those of the options; later saves know of them."""

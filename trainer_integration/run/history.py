@@ -165,16 +165,19 @@ class History(SharedRecord):
     ) -> None:
         """Note metrics of a durable checkpoint, or whether it is pinned. Raises NotFound."""
         added = plain_metrics(metrics)
-
-        def annotated(old: RunCheckpoint) -> RunCheckpoint:
-            if old.step != step:
-                return old
-            is_pinned = old.pinned if pinned is None else pinned
-            return msgspec.structs.replace(old, metrics=old.metrics | added, pinned=is_pinned)
-
         with self._lock:
+            self.look_again()
+            # Of these saves: storage may show the change after the run has gone back, and has saved the step again.
+            saves = {(old.path, old.saved_at_s) for old in self._record().checkpoints if old.step == step}
+
+            def annotated(old: RunCheckpoint) -> RunCheckpoint:
+                if (old.path, old.saved_at_s) not in saves:
+                    return old
+                is_pinned = old.pinned if pinned is None else pinned
+                return msgspec.structs.replace(old, metrics=old.metrics | added, pinned=is_pinned)
+
             self._write(annotated)
-            if step not in {old.step for old in self._record().checkpoints}:
+            if not saves:
                 raise NotFound(f"the run has no durable checkpoint of step {step}", url=self.place)
 
     def retire(self, keep: KeepRule, newest: str) -> Iterator[tuple[RunCheckpoint, CheckpointError | None]]:

@@ -97,6 +97,7 @@ class NearSaves(Saves):
     ) -> None:
         super().go_on_from(step, path, created_at_s, is_durable=is_durable)
         self._newest, self._near = None, {} if is_durable else {path: step}
+        self._given_up = []
         self._tier.go_on_from(step)
         note_run(self._tier, self._ranks.from_first(self._run))
         self._tier.begin()
@@ -244,7 +245,7 @@ class NearSaves(Saves):
                 self._look(deadline_s)
                 self.durable_step = self._ranks.from_first(lambda: self.durable_step)
                 return None
-            failed = self._ranks.join(self._tier.failed(), _both)
+            failed = self._ranks.join(self._tier.failed_of(left), _both)
             if {*left} <= {*failed}:
                 text = f"cannot become durable: {'; '.join(f'{path}: {failed[path]}' for path in left)}"
                 return SaveFailed(text, url=self._tier.history.place)

@@ -156,7 +156,8 @@ class _Merged:
         while self._near and _comes_first(self._near[0], durable):
             near = self._near.popleft()
             if self._is_foreign(near):
-                fault = f"it is of another run ({near.run}, this one is {self.run or 'new'}): remove it, or move it away"
+                named = near.run or "it names none"
+                fault = f"it is of another run ({named}, this one is {self.run or 'new'}): remove it, or move it away"
                 candidate = Candidate(fault, is_foreign=True)
                 return Choice(near.step, near.path, candidate, near=near, is_durable=False)
             is_durable = durable is not None and (durable.path, durable.candidate.id) == (near.path, near.id)
@@ -194,10 +195,11 @@ class _Merged:
     def _is_foreign(self, near: Holding) -> bool:
         """Tell whether a checkpoint names another run than the durable place; where that names none, than the nodes.
 
-        While no node knows a run, and the durable place gives no answer, it may be of any.
+        One that names none is of no run that has an id. While no node knows a run, and the durable place gives no
+        answer, it may be of any.
         """
         runs = {self._history.run} if self._history.run else self._runs
-        return near.run != "" and not runs & {"", near.run}
+        return not runs & {"", near.run} if near.run else bool(runs - {""})
 
     def _is_given_up(self, choice: Choice) -> bool:
         """Tell whether the nodes know that the run went back; the root learns it with the next durable one."""

@@ -56,7 +56,7 @@ class Tier(NodeTier):
         self._seen: dict[str, tuple[str, str]] = {}
         self._resumed_at: float = math.inf
         self.saved: dict[str, RunCheckpoint] = {}
-        self.unwanted: list[str] = []
+        self._unwanted: list[tuple[str, str]] = []  # folders, and the ids of the commits to remove there
 
     # -- what became durable -------------------------------------------------------------------------------
 
@@ -78,8 +78,9 @@ class Tier(NodeTier):
             self._watch.wait_looked(until_s)
 
     def _look(self, when_durable: WhenDurable, tell: Tell) -> None:
-        while self.unwanted:
-            self.remove_near(self.unwanted.pop())
+        unwanted, self._unwanted = self._unwanted, []
+        for path, commit_id in unwanted:
+            self.remove_near(path, commit_id)
         if self._process is not None and (self.is_local or _has_folders(self.folder.path)):
             news = self._process.look()
             if news is not None:
@@ -108,20 +109,43 @@ class Tier(NodeTier):
 
     def note(self, checkpoint: RunCheckpoint) -> None:
         """Note a checkpoint that this node has; forget those that it has no more. Raises StorageError."""
+        self.changed_at_s = time.time()
         if self.is_leader:
+            self.own.add(checkpoint.path)
             self.history.add(checkpoint)
             self.history.change(lambda old: old if os.path.isdir(self.folder.url(old.path)) else None)
 
     def drop(self, paths: Collection[str]) -> None:
-        """Give up checkpoints that no rule would keep."""
+        """Give up checkpoints that no rule would keep: those that are in these folders now."""
         for path in paths:
             self.saved.pop(path, None)
-        if paths and self.is_leader:
-            with contextlib.suppress(CheckpointError):
-                self.history.change(
-                    lambda old: msgspec.structs.replace(old, superseded=old.superseded or old.path in paths)
+        if not paths or not self.is_leader:
+            return
+        self.own.difference_update(paths)
+        with contextlib.suppress(CheckpointError):
+            saves = {(old.path, old.saved_at_s) for old in self.history.durable() if old.path in paths}
+            self._unwanted += self._commits(paths)
+            self.history.change(
+                lambda old: (
+                    msgspec.structs.replace(old, superseded=True)
+                    if (old.path, old.saved_at_s) in saves
+                    else old
                 )
-                self.unwanted += paths
+            )
+
+    def _commits(self, paths: Collection[str]) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        with contextlib.closing(open_store(self.folder.path)) as store:
+            for path in paths:
+                with contextlib.suppress(CheckpointError):
+                    if (commit := read_commit(PrefixStore(store, path))) is not None:
+                        found.append((path, commit.record.id))
+        return found
+
+    def failed_of(self, paths: Collection[str]) -> dict[str, str]:
+        """List those of some checkpoints of this node that cannot become durable, by their folders, and why."""
+        problem = self.problem()
+        return {**(dict.fromkeys(paths, problem) if problem else {}), **self.failed()}
 
     def undurable(self) -> list[int]:
         """List the steps that this node has, and that can still become durable."""
@@ -186,6 +210,8 @@ class Tier(NodeTier):
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
         self.saved.clear()
+        self.own.clear()
+        self._unwanted = []
         self._resumed_at = step
         self.history.go_on_from(step)
 
