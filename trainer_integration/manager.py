@@ -126,7 +126,7 @@ class CheckpointManager:
             patterns = _checked(on_busy, on_failure, references, frozen, tables, options)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
             uploads.save_options, uploads.resume_check = chosen.save_options, chosen.resume_check
-            history = History(os.fspath(root), storage_options)
+            history = History(root, storage_options)
             return saving.as_rule(save), keeping.as_rule(keep), uploads, history
 
         made = _described(root, tables, fallback, local)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.collective import place_of
 from ckpt.errors import (
@@ -44,10 +45,11 @@ class History(SharedRecord):
         unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
     """
 
-    def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
-        self.root, self.storage_options = root.rstrip("/") or "/", storage_options
+    def __init__(self, root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> None:
+        self.root = normal_url(root).rstrip("/") or "/"
+        self.storage_options = storage_options
         self.place = place_of(self.root)
-        super().__init__(root, storage_options)
+        super().__init__(self.root, storage_options)
         self._others: set[str] = set()  # folders that hold none of the commits that were removed
         self._told_of_versions = False
         self.unusable: set[str] = set()
