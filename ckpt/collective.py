@@ -33,7 +33,7 @@ from ckpt.state.state_parts import Description, put_back, values_of, values_to_s
 from ckpt.writing.background import Background
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
-from ckpt.writing.writer import CheckpointWriter
+from ckpt.writing.writer import CheckpointWriter, described_options
 
 Reader = TypeVar("Reader", bound=CheckpointReader)
 
@@ -110,6 +110,7 @@ def prepare_save(
         # Each step on all ranks before the next: where FSDP1 shards a model, they talk to each other in it.
         writer = ranks.together(call, make)
         stack.callback(writer.close)
+        call += with_options(writer, planner, options)  # from here on ranks with others are in another call
         flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
         is_checked = described is None and options is not None and options.resume_check and flattens
         if described is None:
@@ -121,6 +122,8 @@ def prepare_save(
             values = dict(state_dict)
             writer.described = described
         values = ranks.together(call, finish)
+        if isinstance(writer, ReferringWriter):
+            writer.unite(values, ranks)
         if isinstance(writer, ReferringWriter) and writer.wants_base:
             referring = writer
             referring.open_base(ranks)
@@ -128,6 +131,16 @@ def prepare_save(
                 values = ranks.together(call, lambda: stager.stage_but(values, referring.unstaged(values)))
         stack.pop_all()
         return writer, values
+
+
+def with_options(writer: CheckpointWriter, planner: object, options: SaveOptions | None) -> str:
+    """Describe the options that all ranks have to pass alike."""
+    shared = dict(writer.shared_options)
+    if not getattr(planner, "flatten_state_dict", True):
+        shared["flatten_state_dict"] = False
+    if options is not None and options.per_rank:
+        shared["per_rank"] = sorted(options.per_rank)
+    return described_options(shared)
 
 
 def agreed_values(state_dict: Mapping[str, Any], place: str, ranks: Ranks) -> dict[str, Any]:

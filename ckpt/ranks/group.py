@@ -355,7 +355,9 @@ def _most(some: list[int], others: list[int]) -> list[int]:
 
 def _different_calls(calls: Mapping[str, int]) -> CheckpointError:
     text = ", ".join(f"rank {other} in a {call}" for call, other in calls.items())
-    return CheckpointError(f"the ranks are in different calls: {text}")
+    return CheckpointError(
+        f"the ranks are in different calls: {text}; all ranks have to make the same call, with the same options"
+    )
 
 
 def _interrupted(interrupt: BaseException, rank: int) -> CheckpointError:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save
-from ckpt.collective import place_of, stager
+from ckpt.collective import place_of, stager, with_options
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
@@ -158,6 +158,7 @@ class Uploads:
 
         with same_failure(SaveFailed, place, self.ranks):  # on all ranks or none: DCP waits for all
             writer, values = self.ranks.together(call, prepare)
+            call += with_options(writer, None, options)
             values = agree_on_values(values, writer.described, self.ranks, place, number=self._saves)
             writer.described = None  # it holds the models
             staged = self.ranks.together(call, lambda: self._stager.stage(values))
