@@ -21,7 +21,7 @@ from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
 from ckpt.options import LoadOptions, SaveOptions, check_options
 from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
 from ckpt.references.request import References, with_base
@@ -85,6 +85,7 @@ def prepare_save(
     """
 
     def make() -> CheckpointWriter:
+        check_group(ranks.is_meant_alone)
         check_arguments(state_dict, url, planner)
         if options is not None:
             check_options("options", options, SaveOptions)

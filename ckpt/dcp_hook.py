@@ -27,7 +27,7 @@ from ckpt.backends.options import options_dict
 from ckpt.collective import agreed_values, load_by, place_of
 from ckpt.dcp_storage import DcpStorage
 from ckpt.format.fqns import STRUCTURE
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.reading.reader import CheckpointReader, check_trusted
 from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.torch_private import (
@@ -218,6 +218,8 @@ def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
             place = place or writer.checkpoint_id
         elif writer is not None:
             place = None
+        if place:
+            check_group(kwargs.get("no_dist", False))
         is_plain = not args and kwargs.get("planner") is None
         if is_plain and place and _has_parts(state_dict) and STRUCTURE not in state_dict:
             with closing(_ranks(kwargs)) as ranks:

@@ -30,7 +30,7 @@ from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
 from ckpt.options import SaveOptions, check_options
 from ckpt.ranks.failures import same_failure
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, check_group
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.base import UNFIT, base_name
 from ckpt.references.frozen import Patterns
@@ -179,6 +179,7 @@ class Tables:
             try:
                 if wrong := sorted({"planner", "base", "digests"} & more.keys()):
                     raise ConfigurationError(f"Tables chooses {wrong[0]} itself: leave it out")
+                check_group(ranks.is_meant_alone)
                 check_arguments(state_dict, url, None)
                 url = normal_url(url)  # the background saves there, wherever the program goes
                 with contextlib.nullcontext() if gate is None else _cut(gate, ranks) as begun.epoch:

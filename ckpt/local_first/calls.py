@@ -31,7 +31,7 @@ from ckpt.local_first.saving import Place, Saved, save_to_first
 from ckpt.local_first.watch import Watch
 from ckpt.options import LoadOptions, SaveOptions
 from ckpt.ranks.failures import same_outcome
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.reading.latest import Candidate, examine
 from ckpt.writing.background import SaveFuture
 from ckpt.writing.writer import CheckpointWriter
@@ -169,6 +169,7 @@ def async_save_near(
         writer_options = {**options, "timeout_s": timeout_s}
 
         def check() -> tuple[str, str, str]:
+            check_group(ranks.is_meant_alone)
             parts = _split(url)
             CheckpointWriter(url, **writer_options).close()  # what is wrong with `url` is wrong now
             return parts
