@@ -29,11 +29,20 @@ def path_of(url: str) -> str:
     """Return the path in `file:///path`. As for fsspec, `%`, `#` and `?` stand for themselves."""
     scheme, separator, path = url.partition("://")
     if not separator or scheme != "file":
-        return os.path.abspath(url)
+        return absolute(url)
     path = path.removeprefix("localhost") if path.startswith("localhost/") else path
     if not path.startswith("/"):
         raise ConfigurationError(f"{url!r}: write an absolute path as file:///absolute/path")
     return os.path.abspath(path)
+
+
+def absolute(path: str) -> str:
+    """Return a path from `/` on. Raises ConfigurationError if it is relative to a directory that is gone."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        text = f"{path!r} is relative to the working directory, which was removed: write an absolute path"
+        raise ConfigurationError(text) from None
 
 
 def expand_user(path: str) -> str:

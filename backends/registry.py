@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt.backends.base import Store
 from ckpt.backends.options import nearest, options_dict, redact_url
-from ckpt.backends.paths import expand_user, path_of
+from ckpt.backends.paths import absolute, expand_user, path_of
 from ckpt.errors import ConfigurationError
 from ckpt.settings import settings_for
 
@@ -30,6 +31,14 @@ _factories: dict[str, StoreFactory | str] = {
 _MAX_THREADS = 4096
 _WITH_PART_SIZE = frozenset({"s3", "cos"})
 """Schemes whose part size is a storage option too."""
+_FSSPEC_PATHS = frozenset({"local", "fsspec+file", "fsspec+local"})
+"""Schemes whose URLs can be relative paths."""
+_MANGLED = re.compile(r"((?:[A-Za-z0-9+]+::)*[A-Za-z0-9+]+)(:/|:(?!:)|//)(.*)", re.DOTALL)
+_FSSPEC_STORAGE = frozenset(
+    {"abfs", "abfss", "adl", "az", "dbfs", "ftp", "gcs", "gdrive", "gs", "hdfs", "hf", "http", "https", "lakefs",
+     "oci", "ocilake", "oss", "s3a", "s3n", "sftp", "smb", "ssh", "tos", "tosfs", "webdav", "webhdfs"}
+)  # fmt: skip
+"""Protocols of fsspec; not those that are names of folders too: `data//x` is `data/` joined with `/x`."""
 
 
 def register(scheme: str, factory: StoreFactory) -> None:
@@ -89,9 +98,10 @@ def _open_parent(url: str, options: Mapping[str, Any], threads: int) -> Store:
 
 
 def normal_url(url: str | os.PathLike[str]) -> str:
-    """Return a URL or path with its scheme in lower case and `~` expanded.
+    """Return a URL with its scheme in lower case, or an absolute path; `~` is the home directory.
 
-    Raises ConfigurationError if it can name no place.
+    A relative path means the working directory of this call. Keep the result, not `url`: the program may change its
+    directory. Raises ConfigurationError if it can name no place.
     """
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
@@ -105,9 +115,11 @@ def normal_url(url: str | os.PathLike[str]) -> str:
         raise ConfigurationError(f"no path or URL contains a NUL character: {redact_url(text)!r}")
     scheme, separator, rest = text.partition("://")
     if separator:
-        return f"{scheme.lower()}://{rest}"
+        scheme = scheme.lower()
+        is_relative = scheme in _FSSPEC_PATHS and not rest.startswith(("/", "~"))
+        return f"{scheme}://{absolute(rest) if is_relative else rest}"
     _refuse_mangled(text)
-    return expand_user(text)
+    return absolute(expand_user(text))
 
 
 def default_threads() -> int:
@@ -142,24 +154,40 @@ def _refuse_unknown(scheme: str) -> None:
     known = known_protocols(scheme)
     for name in scheme.removeprefix("fsspec+").split("::"):
         if name not in known:
-            from importlib.metadata import entry_points
-
-            own = sorted({*_factories, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
+            own = sorted(_own_schemes())
             raise ConfigurationError(
                 f"{name}:// is not known{nearest(name, own) or nearest(name, known)}; known are {', '.join(own)}, "
                 "and the protocols of fsspec: gs, abfs, hdfs, sftp, http, ..."
             )
 
 
+def _own_schemes() -> set[str]:
+    """List the schemes of this library and of installed packages."""
+    from importlib.metadata import entry_points
+
+    return {*_factories, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))}
+
+
 def _refuse_mangled(path: str) -> None:
-    """Raise ConfigurationError for a URL that `pathlib.Path` made a relative path (`s3:/b/k`)."""
-    scheme, colon, rest = path.partition(":")
-    if not colon or not rest.startswith("/") or not scheme.replace("+", "").isalnum():
+    """Raise ConfigurationError for a path that was meant as a URL.
+
+    `pathlib.Path` makes `s3:/b/k` of one; people write `s3//b/k` and `s3:b/k`.
+    """
+    found = _MANGLED.match(path)
+    if found is None:
         return
-    # `file:///x` became `file:/x`, and `s3://b` became `s3:/b`.
-    local = scheme.rpartition("+")[2] in ("file", "local")
-    meant = redact_url(f"{scheme}://{rest}" if local else f"{scheme}:/{rest}")
+    scheme, separator, rest = found.groups()
+    kind = re.split(r"\+|::", scheme.lower())[-1]
+    if separator != ":/" and kind not in _FSSPEC_STORAGE | _own_schemes():
+        return
+    is_local = kind in ("file", "local")
+    meant = redact_url(f"{scheme}://{'/' if is_local else ''}{rest.lstrip('/')}")
+    if separator == ":/":
+        raise ConfigurationError(
+            f"{scheme}:/... looks like a URL that went through pathlib; pass it as a str: {meant!r} "
+            "(a framework that makes a Path of every place, as Lightning does, saves to local folders only)"
+        )
     raise ConfigurationError(
-        f"{scheme}:/... looks like a URL that went through pathlib; pass it as a str: {meant!r} "
-        "(a framework that makes a Path of every place, as Lightning does, saves to local folders only)"
+        f"{scheme}{separator}... looks like a URL with a typing error: write {meant!r}; a folder of that name is "
+        f"'./{scheme}{separator}...'"
     )

@@ -21,7 +21,7 @@ from ckpt.load_plans.together import load_planned
 from ckpt.models.writer import ModelWriter, shard_bytes
 from ckpt.options import LoadOptions, SaveOptions, check_options
 from ckpt.ranks.failures import cause_of, failures_of, interrupts, load_error, same_failure, save_error
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.ranks.lost_ranks import lost
 from ckpt.reading.reader import CheckpointReader
 from ckpt.references.request import References, with_base
@@ -33,7 +33,7 @@ from ckpt.state.state_parts import Description, put_back, values_of, values_to_s
 from ckpt.writing.background import Background
 from ckpt.writing.column_save import save_planned
 from ckpt.writing.stager import Stager
-from ckpt.writing.writer import CheckpointWriter
+from ckpt.writing.writer import CheckpointWriter, described_options
 
 Reader = TypeVar("Reader", bound=CheckpointReader)
 
@@ -85,6 +85,7 @@ def prepare_save(
     """
 
     def make() -> CheckpointWriter:
+        check_group(ranks.is_meant_alone)
         check_arguments(state_dict, url, planner)
         if options is not None:
             check_options("options", options, SaveOptions)
@@ -110,6 +111,7 @@ def prepare_save(
         # Each step on all ranks before the next: where FSDP1 shards a model, they talk to each other in it.
         writer = ranks.together(call, make)
         stack.callback(writer.close)
+        call += with_options(writer, planner, options)  # from here on ranks with others are in another call
         flattens = not isinstance(writer, ModelWriter) and getattr(planner, "flatten_state_dict", True)
         is_checked = described is None and options is not None and options.resume_check and flattens
         if described is None:
@@ -121,6 +123,8 @@ def prepare_save(
             values = dict(state_dict)
             writer.described = described
         values = ranks.together(call, finish)
+        if isinstance(writer, ReferringWriter):
+            writer.unite(values, ranks)
         if isinstance(writer, ReferringWriter) and writer.wants_base:
             referring = writer
             referring.open_base(ranks)
@@ -128,6 +132,16 @@ def prepare_save(
                 values = ranks.together(call, lambda: stager.stage_but(values, referring.unstaged(values)))
         stack.pop_all()
         return writer, values
+
+
+def with_options(writer: CheckpointWriter, planner: object, options: SaveOptions | None) -> str:
+    """Describe the options that all ranks have to pass alike."""
+    shared = dict(writer.shared_options)
+    if not getattr(planner, "flatten_state_dict", True):
+        shared["flatten_state_dict"] = False
+    if options is not None and options.per_rank:
+        shared["per_rank"] = sorted(options.per_rank)
+    return described_options(shared)
 
 
 def agreed_values(state_dict: Mapping[str, Any], place: str, ranks: Ranks) -> dict[str, Any]:

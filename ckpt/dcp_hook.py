@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,9 +29,9 @@ from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import options_dict
 from ckpt.collective import agreed_values, load_by, place_of
 from ckpt.dcp_storage import DcpStorage
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.fqns import STRUCTURE
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.reading.reader import CheckpointReader, check_trusted
 from ckpt.state.load_planner import StateLoadPlanner
 from ckpt.torch_private import (
@@ -56,6 +59,8 @@ _stock_calls: dict[str, Callable[..., Any]] = {
 _stock_kinds: set[type] = set()
 """The classes that `install` takes over."""
 
+_ACCELERATE = "accelerate.accelerator"
+
 _settings: _Settings | None = None
 """The arguments of `install`, while it holds."""
 
@@ -72,7 +77,8 @@ def install(
     on, wherever its class was imported before: it is a `CheckpointWriter` or `CheckpointReader`
     for the same place. Other writers and readers, also subclasses of these, stay as they are. What
     is taken over is logged once, and from which module it came; a warning names a writer that is not.
-    `dcp.async_save` copies the state as `ckpt.async_save` does, unless it is given a stager.
+    `dcp.async_save` copies the state as `ckpt.async_save` does, unless it is given a stager. `Accelerator.save_state` and
+    `load_state` of accelerate, which would make a folder of a URL's name, refuse URLs.
 
     For this process only; its places are all that `ckpt.save` takes. A second call replaces the
     arguments.
@@ -104,6 +110,10 @@ def install(
             # It stays there, as Python makes no instance of a class that a `__new__` was taken back from.
             stock.__new__ = staticmethod(_new(stock, ours))
             _stock_kinds.add(stock)
+    if _ACCELERATE in sys.modules:
+        _refuse_urls(sys.modules[_ACCELERATE])
+    else:
+        sys.meta_path.insert(0, _accelerate_finder)
 
 
 def uninstall() -> None:
@@ -116,6 +126,7 @@ def uninstall() -> None:
         for module in CALL_MODULES:
             if hasattr(module, name):
                 setattr(module, name, call)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _accelerate_finder]
     COMMON_MEMORY.clear()
     setattr(ProcessExecutor, EXECUTE_SAVE, staticmethod(_stock_execute_save))
     _settings = None
@@ -215,6 +226,7 @@ def _saving(stock: Callable[..., Any]) -> Callable[..., Any]:
         elif writer is not None:
             place = None
         if place:
+            check_group(kwargs.get("no_dist", False))
             _make_folder(place)
         is_plain = not args and kwargs.get("planner") is None
         if is_plain and place and _has_parts(state_dict) and STRUCTURE not in state_dict:
@@ -315,6 +327,56 @@ def _stays(stock: type, given: Mapping[str, Any]) -> bool:
         text = f"{stock.__name__}({wanted[0]}=...) in {_caller()} is not taken over: this library has no such format"
         _log_once(logging.WARNING, text)
     return bool(wanted)
+
+
+# -- accelerate, which saves by DCP only what FSDP shards -------------------------------------------------
+
+
+class _AccelerateFinder(MetaPathFinder):
+    """Reach accelerate when a program imports it after `install`."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != _ACCELERATE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _refuse_urls(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_accelerate_finder = _AccelerateFinder()
+
+
+def _refuse_urls(accelerate: ModuleType) -> None:
+    """Let `Accelerator.save_state` and `load_state` refuse a URL while `install` holds: they would make a folder `s3:`."""
+    for name in ("save_state", "load_state"):
+        stock = getattr(accelerate.Accelerator, name)
+        if not hasattr(stock, "__wrapped__"):
+            setattr(accelerate.Accelerator, name, _for_paths(stock))
+
+
+def _for_paths(stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        place = str(given.get("output_dir", given.get("input_dir")))
+        if _settings is not None and "://" in place:
+            raise ConfigurationError(
+                f"Accelerator.{stock.__name__} knows local folders alone; for a URL call {stock.__name__}(accelerator, url) of "
+                "ckpt.trainer_integration.adapters.accelerate",
+                url=place_of(place),
+            )
+        return stock(*args, **kwargs)
+
+    return call
 
 
 # -- what is logged --------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class DcpStorage:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save or load, at another place if one is given."""
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != self._url:
+        if checkpoint_id is not None and normal_url(checkpoint_id) != self._url:
             store = self._store
             self._open(checkpoint_id)
             store.close()
@@ -99,9 +99,10 @@ class DcpStorage:
         return value
 
     def _open(self, url: str | os.PathLike[str]) -> None:
-        store = open_store(url, self._storage_options, threads=self._threads)
-        self._url, self._store = os.fspath(url), self._guarded(store)
-        self._files_per_rank = settings_for(url).files_per_rank
+        text = normal_url(url)
+        store = open_store(text, self._storage_options, threads=self._threads)
+        self._url, self._store = text, self._guarded(store)
+        self._files_per_rank = settings_for(text).files_per_rank
 
     def _wait_for_turn(self) -> None:
         wait_for_turn(self._store, self._rank, self._size)

@@ -137,7 +137,7 @@ class JsonLines:
     """Append each event as a line of JSON to a local file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
+        self._path = os.path.abspath(path)
 
     def __call__(self, event: Event) -> None:
         line = {"at_s": event.at_s, "kind": event.kind, "step": event.step, "reason": event.reason}

@@ -80,7 +80,7 @@ class CheckpointManager:
         preflight: from each node, before the first step: write, read, create, delete; free space.
         options: a `ckpt.options.ManagerOptions`: a new run in the folder of an old one, checks of saves.
         events: called with each `Event`, such as `JsonLines(path)` and `OpenTelemetry(meter)`.
-        process_group, storage_options and all others: as for `ckpt.save`.
+        process_group, no_dist, storage_options and all others: as for `ckpt.save`.
 
     Raises ConfigurationError if an argument is wrong, CheckpointError if not all ranks make a manager of this root.
     """
@@ -103,6 +103,7 @@ class CheckpointManager:
         preflight: bool = True,
         events: Sequence[Callable[[Event], None]] = (),
         process_group: Any = None,
+        no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         threads: int | None = None,
         memory_budget_bytes: int | None = None,
@@ -115,8 +116,8 @@ class CheckpointManager:
         self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
         common: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         common["memory_budget_bytes"] = memory_budget_bytes
-        self._load_options = {**common, "process_group": process_group}
-        self._ranks = Ranks(process_group, no_dist=False, purpose="manager")
+        self._load_options = {**common, "process_group": process_group, "no_dist": no_dist}
+        self._ranks = Ranks(process_group, no_dist=no_dist, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
         chosen = options if isinstance(options, ManagerOptions) else ManagerOptions()
         of_saves = max_bandwidth_bytes_per_s, stock_metadata_max_bytes, checks, block_digests
@@ -124,9 +125,9 @@ class CheckpointManager:
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
             save_options = common | _save_options(*of_saves)
             patterns = _checked(on_busy, on_failure, references, frozen, tables, options)
-            uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables)
+            uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables, no_dist)
             uploads.save_options, uploads.resume_check = chosen.save_options, chosen.resume_check
-            history = History(os.fspath(root), storage_options)
+            history = History(root, storage_options)
             return saving.as_rule(save), keeping.as_rule(keep), uploads, history
 
         made = _described(root, tables, fallback, local)
@@ -286,8 +287,7 @@ class CheckpointManager:
             return True
 
     def _settle(self) -> None:
-        failure = self._saves.settle(self._decisions.patience_s())
-        if failure is not None and self._on_failure == "raise":
+        if (failure := self._saves.settle(self._decisions.patience_s())) and self._on_failure == "raise":
             raise failure
 
     def _made(self, state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ParquetFiles(Source):
         self.dtype = np.dtype(dtype)
         self._groups: list[tuple[Path, int]] = []  # file of each row group, and its number there
         self._ends: list[int] = []  # documents up to the end of each row group
-        files = [Path(path) for path in paths]
+        files = [Path(path).absolute() for path in paths]
         for path in files:
             self._note_groups(path)
         if not self._ends:

@@ -43,7 +43,7 @@ class TokenFiles(Source):
         dtype: npt.DTypeLike = np.uint16,
         document_tokens: int | None = None,
     ) -> None:
-        self._paths = [Path(path) for path in paths]
+        self._paths = [Path(path).absolute() for path in paths]
         self._raw_dtype, self._document_tokens = np.dtype(dtype), document_tokens
         self._open: dict[int, tuple[Tokens, npt.NDArray[np.int64] | None]] = {}
         sizes = [self._facts(number) for number in range(len(self._paths))]

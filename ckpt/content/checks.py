@@ -24,7 +24,8 @@ class Checks:
             with `opt`; or in the part `model` (`module`, `state_dict`) while the optimizer has.
         diverged: ranks that hold replicas of a DTensor hold different values.
         collided: ranks hold different values under one name, as if it were theirs alone: only one of them is saved.
-        not_finite: tensors of a part in which all was finite have a NaN or an infinity.
+        not_finite: tensors of a part in which all was finite have a NaN, or an infinity in the state of an optimizer. Any
+            other infinity, such as a mask's or a bound's, is a warning and no more: it may be meant.
         zeroed: tensors that had values have only zeros (of an optimizer, a quarter of them).
         missing: a part is gone, or has fewer tensors or elements.
         went_back: the step moved on, but a count in the state is lower: of steps, epochs or samples, or the position of a

@@ -37,12 +37,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is probably wrong: which check found it, in which words, on which rank (if one is to blame)."""
+    """Something that is probably wrong: which check found it, in which words, on which rank (if one is to blame).
+
+    One that is `often_meant` refuses no save.
+    """
 
     check: str
     text: str
     rank: int | None = None
     tensors: tuple[str, ...] = ()
+    often_meant: bool = False
 
 
 class Descriptions:
@@ -74,6 +78,7 @@ def content_of(
             looked_at=sum(each.looked_at for _, each in seen),
             zero=sum(each.zero for _, each in seen),
             not_finite=sum(each.not_finite for _, each in seen),
+            infinite=sum(each.infinite for _, each in seen),
         )
     for (part, name), (value, *_) in _highest(ranks).items():
         if part in parts or len(parts) < MAX_PARTS:
@@ -92,8 +97,9 @@ def with_known(
     merged: dict[str, PartContent] = {}
     for part, content in parts.items():
         known = None if before is None else before.parts.get(part)
-        if known is not None and known.names == content.names and known.not_finite > content.not_finite:
-            content = replace(content, not_finite=known.not_finite)
+        if known is not None and known.names == content.names:
+            worst = max(known.not_finite, content.not_finite), max(known.infinite, content.infinite)
+            content = replace(content, not_finite=worst[0], infinite=worst[1])
         if known is not None and known.names == content.names and refers:
             content = replace(content, counters=known_counters(known.counters) | content.counters)
         merged[part] = content
@@ -123,9 +129,9 @@ def judge(
 def sort_out(findings: Iterable[Finding], checks: Checks) -> tuple[list[Finding], list[Finding]]:
     """Return the findings for which a save is refused, and those that are told."""
     levels = checks.levels()
-    findings = list(findings)
-    refused = [each for each in findings if levels[each.check] == "refuse"]
-    return refused, [each for each in findings if levels[each.check] == "warn"]
+    findings = [each for each in findings if levels[each.check] != "off"]
+    refused = [each for each in findings if levels[each.check] == "refuse" and not each.often_meant]
+    return refused, [each for each in findings if each not in refused]
 
 
 def follows(now: Saved, before: Saved) -> bool:
@@ -142,8 +148,15 @@ def _values_of(
     seen = {rank: each.parts[part] for rank, each in ranks.items() if part in each.parts}
     if now.not_finite and not known.not_finite:
         names, rank = _names({rank: each.not_finite_names for rank, each in seen.items()})
-        text = f"NaN or infinity in {_counted(now.not_finite)} of {_named(part)}, none before: {_some(names)}"
+        what = "NaN or infinity" if part.startswith(OPTIMIZER_PREFIX) else "NaN"
+        text = f"{what} in {_counted(now.not_finite)} of {_named(part)}, none before: {_some(names)}"
         yield Finding("not_finite", text, rank, tuple(names))
+    if now.infinite and not (
+        known.infinite or known.not_finite
+    ):  # records of older versions have both in one
+        names, rank = _names({rank: each.infinite_names for rank, each in seen.items()})
+        text = f"infinity in {_counted(now.infinite)} of {_named(part)}, none before: {_some(names)}"
+        yield Finding("not_finite", text, rank, tuple(names), often_meant=True)
     # Of the same chunks: in a job of another size, or with a base, a tensor is written in more or fewer of them.
     if now.looked_at == known.looked_at and now.zero - known.zero > (
         known.tensors // 4 if part.startswith(OPTIMIZER_PREFIX) else 0

@@ -17,8 +17,18 @@ import numpy as np
 
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES, Piece, combine_blocks, joined
 from ckpt.content.counters import Seen, counter_of, format_of, keep_highest, read_number
-from ckpt.content.parts import is_trained
-from ckpt.content.samples import BEGINNING_BYTES, KINDS, SMALL_BYTES, Kind, Samples, elements_of, has_value
+from ckpt.content.parts import is_moment, is_trained
+from ckpt.content.samples import (
+    BEGINNING_BYTES,
+    INFINITY,
+    KINDS,
+    NAN,
+    SMALL_BYTES,
+    Kind,
+    Samples,
+    elements_of,
+    has_value,
+)
 
 _WHOLE_BYTES = 256 << 10
 _FULL_BYTES = 1 << 20
@@ -73,7 +83,10 @@ class FileLook:
         sizes = np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
         # Counters of steps go on also where nothing else does.
         self._is_array = sizes > np.array(widths, dtype=np.int64)
-        self._not_finite = np.zeros(count, dtype=bool)
+        self._faults = np.zeros(count, dtype=np.uint8)
+        # Single numbers count only where they are trained: the best loss so far may be infinite.
+        trained = {part: is_trained(part) for part in {*self._parts}}
+        self._counts = self._is_array | np.array([trained[part] for part in self._parts], dtype=bool)
         self._ranges = _ranges(self._parts, self._starts, self._stops, self._is_array)
         self._pieces: dict[int, tuple[int, int]] = {}
         self.cuts = [edge for each in self._ranges for edge in (each.start, each.stop)]
@@ -93,7 +106,7 @@ class FileLook:
                 self._stops,
                 seen_bytes,
                 turn or 0,
-                self._not_finite,
+                self._faults,
                 self._is_empty,
             )
             for dtype, numbers in of_dtype.items()
@@ -162,8 +175,9 @@ class FileLook:
         for number, kind, payload in self._payloads(self._is_looked_at, pieces):
             # A little at a time, as it takes memory of the same size; but not very little, as threads wait at each look.
             for begin in range(0, payload.nbytes, _FULL_BYTES):
-                if kind.not_finite(elements_of(payload[begin : begin + _FULL_BYTES], kind), [0])[0]:
-                    self._not_finite[number] = True
+                (fault,) = kind.faults(elements_of(payload[begin : begin + _FULL_BYTES], kind), [0])
+                self._faults[number] = max(self._faults[number], fault)
+                if fault == NAN:
                     break
 
     def _look_for_values(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
@@ -199,15 +213,22 @@ class FileLook:
         ]
 
     def not_finite(self) -> list[tuple[str, str]]:
-        """Return part and name of the tensors in which something that is not finite was seen.
+        """Return part and name of the tensors in which a NaN was seen, or an infinity among an optimizer's moments."""
+        found = self._found()
+        has_infinity = np.flatnonzero(found == INFINITY).tolist()
+        found[[n for n in has_infinity if is_moment(self._parts[n], self._names[n])]] = NAN
+        return self._chosen(found == NAN)
 
-        Single numbers count only where they are trained: the best loss so far may be infinite.
-        """
+    def infinite(self) -> list[tuple[str, str]]:
+        """Return part and name of the other tensors in which an infinity was seen: masks and bounds may be meant so."""
+        wrong = {*self.not_finite()}
+        return [each for each in self._chosen(self._found() > 0) if each not in wrong]
+
+    def _found(self) -> Any:
+        """Return the fault of each tensor that counts."""
         for sample in self._samples:
             sample.rest()
-        trained = {part: is_trained(part) for part in {*self._parts}}
-        counts = np.array([trained[part] for part in self._parts], dtype=bool)
-        return self._chosen(self._not_finite & (self._is_array | counts))
+        return self._faults * self._counts
 
     def zero(self) -> list[tuple[str, str]]:
         """Return part and name of the tensors in which only zeros were seen."""

@@ -19,6 +19,11 @@ def parts_of(fqns: Sequence[str], paths: Mapping[str, Sequence[object]] | None) 
     return [str(path[0]) if len(path := known.get(fqn, ())) > 1 else "" for fqn in fqns]
 
 
+def is_moment(part: str, name: str) -> bool:
+    """Return whether a tensor is an optimizer's state, and no option of its groups, such as a bound."""
+    return part.startswith(OPTIMIZER_PREFIX) and ".param_groups." not in name
+
+
 def is_trained(part: str) -> bool:
     """Tell whether a part is of weights or of an optimizer, or may be; elsewhere a single number may be infinite: the best loss."""
     return not part or part in MODELS or part.startswith(OPTIMIZER_PREFIX)

@@ -23,8 +23,9 @@ class PartSeen(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         values: a digest of what it wrote.
         looked_at: how many chunks of tensors of floats it has looked at.
-        zero, not_finite: how many of them.
-        zero_names, not_finite_names: some of them.
+        zero, not_finite, infinite: how many of them had only zeros, a NaN (or an infinity among an optimizer's moments),
+            any other infinity.
+        zero_names, not_finite_names, infinite_names: some of them.
         counters: by name, with an FQN.
     """
 
@@ -35,6 +36,8 @@ class PartSeen(msgspec.Struct, frozen=True, array_like=True):
     not_finite_names: list[str]
     looked_at: int = 0
     counters: dict[str, Seen] = {}
+    infinite: int = 0
+    infinite_names: list[str] = []
 
 
 class RankContent(msgspec.Struct, frozen=True, array_like=True):
@@ -68,6 +71,7 @@ def seen_in(
     """Sum up what was seen in files, with the checksums of each one's blocks, and counters that are objects."""
     crcs: dict[str, list[int]] = {}
     not_finite: list[tuple[str, str]] = []
+    infinite: list[tuple[str, str]] = []
     zero: list[tuple[str, str]] = []
     looked_at: Counter[str] = Counter()
     counters: dict[str, dict[str, Seen]] = {}
@@ -77,11 +81,12 @@ def seen_in(
         for part, values in look.parts(blocks).items():
             crcs.setdefault(part, []).extend(values)
         not_finite += look.not_finite()
+        infinite += look.infinite()
         zero += look.zero()
         looked_at.update(look.looked_at())
         for part, found in look.counters.items():
             keep_highest(counters.setdefault(part, {}), found.items())
-    bad, empty = _by_part(not_finite), _by_part(zero)
+    bad, endless, empty = (_by_part(found) for found in (not_finite, infinite, zero))
     parts = {
         part: PartSeen(
             _digest(crcs.get(part, [])),
@@ -91,8 +96,10 @@ def seen_in(
             bad.get(part, [])[:_MAX_NAMED],
             looked_at[part],
             counters.get(part, {}),
+            len(endless.get(part, ())),
+            endless.get(part, [])[:_MAX_NAMED],
         )
-        for part in sorted({*crcs, *bad, *empty, *looked_at})
+        for part in sorted({*crcs, *bad, *endless, *empty, *looked_at})
     }
     if len(parts) > MAX_PARTS:
         parts = as_one_part(parts)
@@ -118,6 +125,8 @@ def as_one_part(parts: Mapping[str, PartSeen]) -> dict[str, PartSeen]:
             [name for each in seen for name in each.not_finite_names][:_MAX_NAMED],
             sum(each.looked_at for each in seen),
             {} if top is None else top.counters,
+            sum(each.infinite for each in seen),
+            [name for each in seen for name in each.infinite_names][:_MAX_NAMED],
         )
     }
 

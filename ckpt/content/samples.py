@@ -20,6 +20,9 @@ BEGINNING_BYTES = 64
 
 _MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _TURNS = 1 << 31
+INFINITY, NAN = 1, 2
+"""Faults of windows and tensors, the worse one higher; 0 is none."""
+
 _GATHERED_BYTES = 256 << 10
 
 
@@ -27,11 +30,13 @@ _GATHERED_BYTES = 256 << 10
 class Kind:
     """How the bits of a dtype are read, as unsigned integers of `width` bytes.
 
-    A value is not finite if all bits of `mask` are set; or if it is just `nan`, the one such value of some dtypes.
+    Without its sign a value above `largest` is no number, and `largest` is the infinity, if the dtype has one. Other
+    dtypes have one value that is no number, `nan`.
     """
 
     width: int
-    mask: int
+    largest: int
+    has_infinity: bool = True
     nan: int | None = None
 
     @cached_property
@@ -39,14 +44,16 @@ class Kind:
         return np.dtype(f"<u{self.width}")
 
     @cached_property
-    def _bits(self) -> Any:
-        return np.asarray(self.mask, self.integers)
+    def _without_sign(self) -> Any:
+        return np.asarray((1 << 8 * self.width - 1) - 1, self.integers)
 
-    def not_finite(self, elements: Any, firsts: Any, out: Any = None) -> Any:
-        """Tell of the integers from each of `firsts` on whether one is not finite; `out` is memory of their size."""
+    def faults(self, elements: Any, firsts: Any, out: Any = None) -> Any:
+        """Return the worst fault of the integers from each of `firsts` on; `out` is memory of their size."""
         if self.nan is not None:
-            return _any(elements == self.nan, firsts)
-        return np.maximum.reduceat(np.bitwise_and(elements, self._bits, out), firsts) == self.mask
+            return NAN * _any(elements == self.nan, firsts).astype(np.uint8)
+        found = np.maximum.reduceat(np.bitwise_and(elements, self._without_sign, out), firsts)
+        infinite = INFINITY * (found == self.largest).astype(np.uint8) if self.has_infinity else 0
+        return NAN * (found > self.largest).astype(np.uint8) + infinite
 
     def has_values(self, elements: Any, firsts: Any) -> Any:
         """Tell of the integers from each of `firsts` on whether one is not zero."""
@@ -61,9 +68,9 @@ KINDS = {
     "bfloat16": Kind(2, 0xFF << 7),
     "float16": Kind(2, 0x1F << 10),
     "float8_e5m2": Kind(1, 0x7C),
-    "float8_e4m3fn": Kind(1, 0x7F),
-    "float8_e4m3fnuz": Kind(1, 0, 0x80),
-    "float8_e5m2fnuz": Kind(1, 0, 0x80),
+    "float8_e4m3fn": Kind(1, 0x7E, has_infinity=False),
+    "float8_e4m3fnuz": Kind(1, 0, nan=0x80),
+    "float8_e5m2fnuz": Kind(1, 0, nan=0x80),
     "complex64": Kind(4, 0xFF << 23),
     "complex128": Kind(8, 0x7FF << 52),
 }
@@ -118,11 +125,11 @@ class Samples:
         stops: Sequence[int],
         small_bytes: int,
         turn: int,
-        not_finite: Any,
+        faults: Any,
         is_empty: bytearray,
     ) -> None:
         """Of a small tensor `small_bytes` are seen, and of each 256 or 512 KiB of a larger one 2 KiB."""
-        self.kind, self._not_finite, self.is_empty = kind, not_finite, is_empty
+        self.kind, self._faults, self.is_empty = kind, faults, is_empty
         begins = np.array(starts, dtype=np.int64)[numbers]
         ends = np.array(stops, dtype=np.int64)[numbers]
         sizes = ends - begins
@@ -164,9 +171,9 @@ class Samples:
     def look(self, windows: Any, elements: Any) -> None:
         """Look at the elements of windows, which are changed, and note what is not finite."""
         widths = self._widths[windows]
-        is_bad = self.kind.not_finite(elements, np.cumsum(widths) - widths, elements)
-        if is_bad.any():
-            self._not_finite[self._numbers[windows[is_bad]]] = True
+        faults = self.kind.faults(elements, np.cumsum(widths) - widths, elements)
+        if faults.any():
+            np.maximum.at(self._faults, self._numbers[windows], faults)
 
     def rest(self) -> None:
         """Look at what is left."""

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ckpt.arguments import check_arguments
+from ckpt.backends.registry import normal_url
 from ckpt.collective import (
     background,
     place_of,
@@ -29,7 +30,7 @@ from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
 from ckpt.options import SaveOptions, check_options
 from ckpt.ranks.failures import same_failure
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, check_group
 from ckpt.reading.slices import OpenCheckpoint
 from ckpt.references.base import UNFIT, base_name
 from ckpt.references.frozen import Patterns
@@ -122,11 +123,12 @@ class Tables:
         for shard in self.shards:
             shard.check_idle()
         self._base = None
-        with OpenCheckpoint(url, storage_options) as checkpoint:
+        place = normal_url(url)
+        with OpenCheckpoint(place, storage_options) as checkpoint:
             counts = {shard.name: restore_shard(checkpoint, shard) for shard in self.shards}
             commit = checkpoint.parts[0].commit
         if commit is not None and commit.is_referable:
-            self._base = url
+            self._base = place
         return counts
 
     def size_bytes(self) -> int:
@@ -177,7 +179,9 @@ class Tables:
             try:
                 if wrong := sorted({"planner", "base", "digests"} & more.keys()):
                     raise ConfigurationError(f"Tables chooses {wrong[0]} itself: leave it out")
+                check_group(ranks.is_meant_alone)
                 check_arguments(state_dict, url, None)
+                url = normal_url(url)  # the background saves there, wherever the program goes
                 with contextlib.nullcontext() if gate is None else _cut(gate, ranks) as begun.epoch:
                     for shard in self.shards:
                         shard.begin()

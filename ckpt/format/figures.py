@@ -26,7 +26,8 @@ class PartContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             nothing was.
         looked_at: chunks of tensors that were written and looked at.
         zero: those in which only zeros were seen.
-        not_finite: those in which a NaN or an infinity was seen, in this save or in those before it.
+        not_finite: those in which a NaN was seen, or an infinity in an optimizer, in this save or in those before it.
+        infinite: those in which any other infinity was seen; older versions count it in `not_finite`.
         counters: how far the training was by its own count, the highest of each name.
     """
 
@@ -37,6 +38,7 @@ class PartContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     looked_at: Amount = 0
     zero: Amount = 0
     not_finite: Amount = 0
+    infinite: Amount = 0
     counters: dict[str, float] = {}
 
 

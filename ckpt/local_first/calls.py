@@ -34,7 +34,7 @@ from ckpt.local_first.saving import Place, Saved, save_to_first
 from ckpt.local_first.watch import Watch
 from ckpt.options import LoadOptions, SaveOptions
 from ckpt.ranks.failures import same_outcome
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.reading.latest import Candidate, created_at_s, examine
 from ckpt.writing.background import SaveFuture
 from ckpt.writing.writer import CheckpointWriter
@@ -172,19 +172,20 @@ def async_save_near(
         config = {key: options[key] for key in ("storage_options", "threads", "max_bandwidth_bytes_per_s")}
         writer_options = {**options, "timeout_s": timeout_s}
 
-        def check() -> tuple[str, str]:
+        def check() -> tuple[str, str, str]:
+            check_group(ranks.is_meant_alone)
             parts = _split(url)
             CheckpointWriter(url, **writer_options).close()  # what is wrong with `url` is wrong now
             return parts
 
-        root, path = same_outcome(ranks, "save with local=", check)
+        place, root, path = same_outcome(ranks, "save with local=", check)
         tier = _tier(local, root, ranks, config)
         chosen.append((tier, path))
         _see_replaced(tier, root, path)
         (is_full,) = ranks.most([not tier.has_room()])
         if is_full:
             _logger.warning("%s: a node has no room for it, it is saved there directly", place_of(url))
-        places = tier.places(path, os.fspath(url), writer_options, has_room=not is_full)
+        places = tier.places(path, place, writer_options, has_room=not is_full)
         return [replace(place, stamp=RunStamp(clock=_clock(root))) for place in places]
 
     saved = save_to_first(
@@ -217,17 +218,16 @@ def _follow(done: Future[Saved], save: SaveFuture, tier: CallTier, path: str) ->
         save.set_result(saved.metadata)
 
 
-def _split(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the folder of a checkpoint's URL, which is the run, and its name in that."""
+def _split(url: str | os.PathLike[str]) -> tuple[str, str, str]:
+    """Return a checkpoint's normal URL, its folder, which is the run, and its name in that."""
     text = normal_url(url)
-    text = text if "://" in text else os.path.abspath(text)
     scheme, separator, path = text.rpartition("://")
     if scheme == "memory":
         raise ConfigurationError("local= needs a place that other processes see", url=place_of(url))
     root, slash, name = path.rstrip("/").rpartition("/")
     if not slash or not name or "::" in text or "?" in text:
         raise ConfigurationError("with local= a checkpoint has a folder above it", url=place_of(url))
-    return f"{scheme}{separator}{root}" or "/", name
+    return text, f"{scheme}{separator}{root}" or "/", name
 
 
 def _options(local: Local) -> LocalTier:
@@ -332,21 +332,22 @@ def load_nearest(
     """
     with contextlib.closing(Ranks(process_group, no_dist=no_dist, timeout_s=timeout_s)) as ranks:
 
-        def prepare() -> tuple[LocalTier, RunFolder, str]:
-            chosen, (root, path) = _options(local), _split(url)
-            return chosen, RunFolder(chosen.path, root), path
+        def prepare() -> tuple[LocalTier, RunFolder, str, str]:
+            chosen = _options(local)
+            place, root, path = _split(url)
+            return chosen, RunFolder(chosen.path, root), place, path
 
-        tier, folder, path = same_outcome(ranks, "load with local=", prepare)
+        tier, folder, place, path = same_outcome(ranks, "load with local=", prepare)
         far = FarPlace(place_of(url), tier.answer_timeout_s)
-        clock = _clock(_split(url)[0])
-        holding, is_durable = _choose(folder, path, os.fspath(url), storage_options, far, ranks, clock)
+        clock = _clock(_split(place)[1])
+        holding, is_durable = _choose(folder, path, place, storage_options, far, ranks, clock)
     if holding is None:
         return False
     load_near(
         state_dict,
         holding,
         folder.path,
-        os.fspath(url) if is_durable else None,
+        place if is_durable else None,
         planner=planner,
         process_group=process_group,
         no_dist=no_dist,

@@ -88,6 +88,7 @@ class ModelWriter(CheckpointWriter):
     def __init__(self, *args: Any, max_shard_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._max_shard_bytes = max_shard_bytes
+        self.shared_options |= {"format": "safetensors", "max_shard_size": max_shard_bytes}
         self._ranks: Ranks | None = None
         self._messages: Messages | None = None
         self._file_digests: dict[int, FileBlockDigests | None] = {}

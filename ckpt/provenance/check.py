@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpt.backends.base import Store
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.expected import commit_digest
 from ckpt.errors import (
@@ -144,7 +144,7 @@ def verify_signed(
     remembered = Memory.empty() if memory is None else _remembered(memory, run)
     with contextlib.closing(open_store(url, storage_options)) as store:
         result = SignedVerification(store.url, quick)
-        base = os.fspath(url).rstrip("/")
+        base = normal_url(url)
         options: dict[str, Any] = {
             "storage_options": storage_options, "quick": quick, "threads": threads, "progress": progress,
         }  # fmt: skip
@@ -155,7 +155,7 @@ def verify_signed(
             if commit is None:
                 checked.faults.append(problem)
             elif _check_signature(folder, commit, public_key, checked):
-                _check_bytes(f"{base}/{path}" if path else os.fspath(url), checked, options)
+                _check_bytes(f"{base.rstrip('/')}/{path}" if path else base, checked, options)
         if not result.checkpoints:
             raise NotFound("there is no checkpoint here to be checked", url=store.url)
     result.checkpoints.sort(key=lambda each: (-1 if each.step is None else each.step, each.path))

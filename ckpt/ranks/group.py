@@ -87,6 +87,7 @@ class Ranks:
         progress: what this rank is doing now.
         is_own_group: the group is gloo's, and of this library's own.
         tree: of the ranks; None over the caller's group.
+        is_meant_alone: the caller asked for `no_dist`.
         members: the ranks of the default group that these are, in order.
         call: number of this call among those of its purpose and ranks, the same on all ranks.
     """
@@ -100,6 +101,7 @@ class Ranks:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+        self.is_meant_alone = no_dist
         self.group: Any = process_group
         self.progress = Progress()
         self._timeout_s = timeout_s
@@ -320,6 +322,20 @@ class Ranks:
         let_go(groups, error, max(1.0, self._limits.period_s))
 
 
+def check_group(no_dist: bool) -> None:
+    """Raise ConfigurationError if a launcher made several processes, and none knows of the others.
+
+    `no_dist`: the caller wants this process to save alone.
+    """
+    world = os.environ.get("WORLD_SIZE", "")
+    is_alone = no_dist or not world.isdecimal() or int(world) <= 1
+    if not is_alone and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigurationError(
+            f"WORLD_SIZE is {world}, but this process has no process group, so each of these processes would save alone to "
+            "the same place: call torch.distributed.init_process_group first, or pass no_dist=True to save alone"
+        )
+
+
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """Call a method while its object lives: a group is not kept by the watch over it."""
     reference = weakref.WeakMethod(method)
@@ -355,7 +371,9 @@ def _most(some: list[int], others: list[int]) -> list[int]:
 
 def _different_calls(calls: Mapping[str, int]) -> CheckpointError:
     text = ", ".join(f"rank {other} in a {call}" for call, other in calls.items())
-    return CheckpointError(f"the ranks are in different calls: {text}")
+    return CheckpointError(
+        f"the ranks are in different calls: {text}; all ranks have to make the same call, with the same options"
+    )
 
 
 def _interrupted(interrupt: BaseException, rank: int) -> CheckpointError:

@@ -13,8 +13,14 @@ from ckpt.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Segments that torch.compile, FSDP1 and activation checkpointing put into names, and DCP's helpers take out."""
+_WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+    "_original_module",
+)
+"""Segments that torch.compile, FSDP1, activation checkpointing and Lightning Fabric put into names, and saves take out."""
 _WILDCARD = re.compile(r"[*?\[]")
 
 

@@ -49,6 +49,7 @@ class ReferringWriter(CheckpointWriter):
             )
         super().__init__(url, **options)
         self._request = references
+        self.shared_options["digests"] = True
         self._base_name, self._unfit = "", None
         if references.base is not None:
             try:
@@ -64,6 +65,30 @@ class ReferringWriter(CheckpointWriter):
     @property
     def wants_base(self) -> bool:
         return self._request.base is not None
+
+    def unite(self, values: dict[str, Any], ranks: Ranks) -> None:
+        """Take over what other ranks declare as frozen, or carry; all ranks call it.
+
+        Raises RanksFailed if a rank holds a tensor that another one declares as frozen, and does not declare it.
+        """
+        wanted = ranks.gather((self._request.carried, self._request.frozen.names))
+        prefixes, names = (frozenset[str]().union(*each) for each in zip(*wanted, strict=True))
+        # Stages of a pipeline have other parameters each; what one rank vouches for goes for all.
+        united = replace(self._request, carried=prefixes, frozen=Patterns(names))
+
+        def check() -> None:
+            if names != self._request.frozen.names:
+                flat, _ = flatten_state_dict(values)
+                other = [fqn for fqn in flat if united.declares(fqn) and not self._request.declares(fqn)]
+                if other:
+                    shown = ", ".join(map(repr, other[:_MAX_SHOWN]))
+                    raise ConfigurationError(
+                        f"frozen= of another rank names {shown}, and that of this rank does not: "
+                        "all ranks that hold a tensor have to name it"
+                    )
+
+        ranks.together("save with frozen=", check)
+        self._request = united
 
     def open_base(self, ranks: Ranks) -> None:
         """Open the base on the first rank, and share it with all. Raises what makes it unfit, if it is required."""
@@ -91,11 +116,9 @@ class ReferringWriter(CheckpointWriter):
 
         self._base = ranks.together("opening of the base", adopt)
         if self._base is not None:
-            wanted = ranks.gather((self._request.carried, self._request.frozen.names))
-            prefixes, names = (frozenset[str]().union(*each) for each in zip(*wanted, strict=True))
-            carried = frozenset(self._base.names_of(prefixes))
-            # Stages of a pipeline have other parameters each; what one rank vouches for goes for all.
-            self._request = replace(self._request, carried=carried, frozen=Patterns(names))
+            names = self._request.frozen.names
+            carried = frozenset(self._base.names_of(self._request.carried))
+            self._request = replace(self._request, carried=carried)
             self._sure = sure_entries(self._base, self._request)
             if ranks.rank == 0 and names and not any(map(self._request.declares, self._base.columns.entries)):
                 shown = ", ".join(map(repr, sorted(names)[:_MAX_SHOWN]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.backends.base import Store, exists
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.draining.marker import durable_of
@@ -161,7 +161,8 @@ def scrub(
         report = progress or no_report
         found = _find(store, depth, report)
         options = storage_options if repair_options is None else repair_options
-        places = _Places(root, storage_options, repair_from, options, threads)
+        second = None if repair_from is None else normal_url(repair_from)
+        places = _Places(normal_url(root), storage_options, second, options, threads)
         if repair_from is not None:
             _refuse_node(store, found)
             _refuse_second(store, places, found)
@@ -216,9 +217,9 @@ def _refuse_second(store: Store, places: _Places, found: Sequence[ListedCheckpoi
 class _Places:
     """Opens the folders of checkpoints as stores of their own, which refuse links that lead out of them."""
 
-    root: str | os.PathLike[str] = field(repr=False)  # it may carry a password
+    root: str = field(repr=False)  # it may carry a password
     options: Mapping[str, Any] | None = field(repr=False)
-    second: str | os.PathLike[str] | None = field(repr=False)
+    second: str | None = field(repr=False)
     second_options: Mapping[str, Any] | None = field(repr=False)
     threads: int | None
 
@@ -230,8 +231,8 @@ class _Places:
         return open_store(_below(self.second, path), self.second_options, threads=self.threads)
 
 
-def _below(root: str | os.PathLike[str], path: str) -> str | os.PathLike[str]:
-    return f"{os.fspath(root).rstrip('/')}/{path}" if path else root
+def _below(root: str, path: str) -> str:
+    return f"{root.rstrip('/')}/{path}" if path else root
 
 
 class _Scrub:

@@ -1,6 +1,6 @@
 """Give parameters, buffers and modules one name, however a model is wrapped.
 
-`DistributedDataParallel`, FSDP1, `torch.compile` and activation checkpointing put a module of their own around
+`DistributedDataParallel`, FSDP1, `torch.compile`, activation checkpointing and Lightning Fabric put a module of their own around
 another one, and its attribute into every name below. `fully_shard`, `parallelize_module` and PEFT leave names alone.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +16,11 @@ from torch import nn
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes of `torch.compile`, of activation checkpointing and of FSDP1 that hold the module they wrap."""
 
+_FABRIC = ("lightning", "lightning_fabric")
+"""Packages of Lightning Fabric."""
+
 Named = tuple[str, torch.Tensor]
+T = TypeVar("T")
 
 
 class ModuleNames:
@@ -124,6 +129,16 @@ def without_wrappers(name: str) -> str:
 def without_attributes(name: str) -> str:
     """Return a name without the attributes of wrappers that only wrappers have."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def without_fabric(value: T) -> T:
+    """Return the module or optimizer that Lightning Fabric's wrapper holds; any other value as it is.
+
+    Fabric's wrapper of a module has two names for each parameter, and gives a state dict without either.
+    """
+    attribute = "_forward_module" if isinstance(value, nn.Module) else "_optimizer"
+    is_fabrics = type(value).__module__.partition(".")[0] in _FABRIC
+    return without_fabric(getattr(value, attribute)) if is_fabrics and hasattr(value, attribute) else value
 
 
 def first_names(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[int, str], dict[str, str]]:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import ConfigurationError, LoadFailed
 from ckpt.format.fqns import Path
-from ckpt.state.canonical_names import ModuleNames, TensorNames, first_names, without_wrappers
+from ckpt.state.canonical_names import ModuleNames, TensorNames, first_names, without_fabric, without_wrappers
 from ckpt.state.flat_parameters import is_wrapped, sharded_states, shards
 from ckpt.state.module_loading import (
     buffer_of,
@@ -50,8 +50,8 @@ class ModelState:
     the program's: nearly always it is the same program, and code for older states would change good values.
 
     Args:
-        model: plain, compiled, or wrapped by DDP, FSDP, `fully_shard` or `parallelize_module`; or several, whose
-            names differ, such as the stages of a pipeline.
+        model: plain, compiled, or wrapped by DDP, FSDP, `fully_shard`, `parallelize_module` or Lightning Fabric; or
+            several, whose names differ, such as the stages of a pipeline.
         frozen: without it, parameters that are not trained stay as they are, and are not saved: the base of adapters.
 
     Raises:
@@ -66,7 +66,7 @@ class ModelState:
             raise ConfigurationError(
                 f"model= takes a torch.nn.Module, or a list of them, not {type(model).__name__}"
             )
-        self._models: list[nn.Module] = [*models]
+        self._models: list[nn.Module] = [without_fabric(each) for each in models]
         self.names = TensorNames(self._models)
         self._frozen = frozen
         self._live: list[dict[str, Any]] = []

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ckpt.errors import ConfigurationError
 from ckpt.format.fqns import Path
 from ckpt.state import flat_parameters
+from ckpt.state.canonical_names import without_fabric
 from ckpt.state.model_state import ModelState
 from ckpt.state.one_optimizer import WHOLE, OneOptimizer, parameters_of
 from ckpt.state.optimizer_groups import (
@@ -59,7 +60,7 @@ class OptimizerState:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         if isinstance(optimizers, Mapping) or not isinstance(optimizers, Iterable):
             raise ConfigurationError(_not_optimizers(optimizer))
-        optimizers = [*optimizers]
+        optimizers = [without_fabric(each) for each in optimizers]
         if not all(isinstance(each, Optimizer) for each in optimizers):
             raise ConfigurationError(_not_optimizers(optimizer))
         self._model = model if isinstance(model, ModelState | None) else ModelState(model)

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
@@ -123,7 +123,7 @@ def collect_garbage(
     """
     report = progress or no_report
     with contextlib.closing(open_store(root, storage_options)) as store:
-        base = os.fspath(root).rstrip("/")
+        base = normal_url(root).rstrip("/")
         garbage = Garbage(store.url)
         ours: set[str] = set()
         leftovers: list[_OldObjects] = []
@@ -149,7 +149,7 @@ def collect_garbage(
         for old in leftovers:
             # As a store of its own, which refuses a link that leads out of the folder, into another
             # checkpoint.
-            url = f"{base}/{old.path}" if old.path else root
+            url = f"{base}/{old.path}".rstrip("/") or "/"
             with contextlib.closing(open_store(url, storage_options)) as own:
                 collector.clean(own, old, removed)
                 garbage.keeps_versions |= own.keeps_versions

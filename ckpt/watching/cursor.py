@@ -67,9 +67,8 @@ class Cursor:
         if not self._key or folder.endswith(("/", ":")):
             raise ConfigurationError(f"cursor: {redact_url(str(place))} names no file")
         has_options = "://" in folder and folder.partition("://")[0] == root_url.partition("://")[0]
-        folder = folder or ("/" if os.fspath(place).startswith("/") else ".")
         with ExitStack() as opened:
-            self._store = open_store(folder, storage_options if has_options else None)
+            self._store = open_store(folder or "/", storage_options if has_options else None)
             opened.callback(self._store.close)
             if self._store.directory is not None:
                 if os.path.isdir(os.path.join(self._store.directory, self._key)):

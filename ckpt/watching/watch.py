@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.consistency.patience import patiently
@@ -136,6 +136,8 @@ class Watcher:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigurationError(f"{name} must not be {value!r}")
+        if self.cursor is not None:
+            self.cursor = normal_url(self.cursor)
         self._store = open_store(self.root, self.storage_options, threads=self.threads)
         self.url = self._store.url
         directory = self._store.directory

@@ -66,6 +66,13 @@ from ckpt.writing.stock_metadata import DEFAULT_MAX_BYTES, checked_max_bytes, ov
 _logger = logging.getLogger(__name__)
 
 _OBJECT_BATCH_BYTES = 32 << 20
+_MAX_SHOWN = 3
+_DEFAULTS: Mapping[str, Any] = {
+    "overwrite": True,
+    "stock_metadata_max_bytes": DEFAULT_MAX_BYTES,
+    "checks": Checks(),
+    "block_digests": None,
+}
 RECEIPT = MetadataIndex("ckpt.receipt")
 
 
@@ -110,8 +117,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     Raises ConfigurationError if an argument is wrong.
     """
 
-    takes_columns = True
-    """Whether a plan may say less than DCP's: which items to write, and no more."""
+    takes_columns = True  # a plan may say less than DCP's: which items to write, and no more
 
     stamp = NO_STAMP  # of the run that it saves for
     trusted_objects: Collection[str] = ()  # names of which no warning is needed
@@ -139,6 +145,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._tags = _checked_tags(tags)
         self._overwrite = self._flag("overwrite", overwrite)
         self._stock_metadata_max_bytes = checked_max_bytes(stock_metadata_max_bytes)
+        self.shared_options = _changed(overwrite, stock_metadata_max_bytes, self.checks, self.block_digests)
         self._pacer = None if max_bandwidth_bytes_per_s is None else Pacer(max_bandwidth_bytes_per_s)
         super().__init__(url, storage_options, threads, memory_budget_bytes, timeout_s)
         self._objects = SaveObjects()
@@ -182,7 +189,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         with self._errors_named():
             refuse_unstorable_by_dcp(plan.items)
         self.look()
-        return packed_plan(plan)
+        return replace(packed_plan(plan), storage_data=described_options(self.shared_options))
 
     def look(self) -> None:
         """Look at the place, on the coordinator, before anything is written; a plan is then waited for."""
@@ -195,8 +202,8 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # With the same items: DCP's plan caching would give what is added to later saves.
         with self._errors_named():
-            check_count(sum(len(plan.items) for plan in plans))
-        return [packed_plan(plan) for plan in plans]
+            _check_plans(plans)
+        return [replace(packed_plan(plan), storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.progress.begin("saving")
@@ -382,6 +389,29 @@ def _put_pickled(
         objects_bytes += entry.length
     refused.warn()
     return objects
+
+
+def described_options(options: Mapping[str, Any]) -> str:
+    """Describe options for an error; empty without any."""
+    return "".join(f" with {name}={value!r:.1000}" for name, value in options.items())
+
+
+def _changed(*options: Any) -> dict[str, Any]:
+    """Return the options that all ranks of a save have to pass alike, without those that are the default."""
+    given = zip(_DEFAULTS.items(), options, strict=True)
+    return {name: value for (name, default), value in given if value != default}
+
+
+def _check_plans(plans: Sequence[SavePlan]) -> None:
+    """Raise ConfigurationError for more items than an index holds, and for ranks with other options."""
+    check_count(sum(len(plan.items) for plan in plans))
+    ranks: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        if isinstance(plan.storage_data, str):  # a planner may have dropped it
+            ranks.setdefault(plan.storage_data, rank)
+    if len(ranks) > 1:
+        shown = ", ".join(f"rank {rank} saves{text}" for text, rank in [*ranks.items()][:_MAX_SHOWN])
+        raise ConfigurationError(f"all ranks have to pass the same options to CheckpointWriter: {shown}")
 
 
 def _tell_left_out(url: str, size_bytes: int, max_bytes: int | None) -> None:

@@ -96,6 +96,7 @@ HOSTS = [
         )
         for v in ("full", "ddp")
     ),
+    Host("lightning_fabric", "step-00000006", environment="lightning", resumed_world_size=4),
     Host("ray_train", "step-00000006", environment="ray", spawns=True, life_timeout_s=600, environ=_RAY),
     Host("huggingface", "step-00000006", options={"fsdp": "SHARDED_STATE_DICT"}),
     Host("huggingface", "step-00000006", variant="ddp", resumed_world_size=4),

@@ -243,6 +243,9 @@ FAULTS: list[tuple[str, Fault, str, str, int | None]] = [
     ("ep", one_name_for_all_generators, "collided", "rng.state", 1),
 ]
 
+OFTEN_MEANT = (infinity_in_half, overflow)
+"""Found, but only warned of."""
+
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
@@ -269,6 +272,12 @@ def _meet_faults(rank: int, layout: str, root: str) -> None:
         before = copy.deepcopy(state)
         train(state, 3)
         fault(state, before, rank)
+        if fault in OFTEN_MEANT:
+            found: Any = ckpt.save(state, f"{run}/step-3", checks="refuse").storage_meta
+            (warning,) = found.warnings
+            assert "infinity in" in warning
+            assert tensor in warning
+            continue
         with pytest.raises(SaveFailed) as failed:
             ckpt.save(state, f"{run}/step-3", checks="refuse")
         (error,) = failed.value.failures.values()

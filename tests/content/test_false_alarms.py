@@ -95,8 +95,57 @@ def test_the_best_loss_may_become_infinite(tmp_path: Path) -> None:
     state["model"]["scale"] = torch.tensor(1.0)
     ckpt.save(state, tmp_path / "step-3")
     state["model"]["scale"] = torch.tensor(INFINITY)
-    with pytest.raises(SaveFailed, match="infinity"):
-        ckpt.save(state, tmp_path / "step-4")
+    warning, *_ = warnings_of(state, tmp_path / "step-4")
+    assert "infinity in 1 tensor of 'model', none before: model.scale" in warning
+
+
+HONEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "metric after its reset": (
+        {"metrics": {"min_value": torch.tensor(0.3)}},
+        {"metrics": {"min_value": torch.tensor(INFINITY)}},
+    ),
+    "mask made at the first long batch": (
+        {"model": weights(mask=torch.zeros(8, 8))},
+        {"model": weights(mask=torch.full((64, 64), -INFINITY).triu(1))},
+    ),
+    "bias of padding": (
+        {"model": weights(bias=torch.zeros(64))},
+        {"model": weights(bias=torch.cat([torch.zeros(60), torch.full((4,), -INFINITY)]))},
+    ),
+    "flat state": (weights(best=torch.tensor(1.0)), weights(best=torch.tensor(-INFINITY))),
+    "bounds of a callback": (
+        {"callback": {"best": torch.zeros(4)}},
+        {"callback": {"best": torch.full((4,), INFINITY)}},
+    ),
+    "bound of clipping in an optimizer's groups": (
+        {"optimizer": {"param_groups": [{"clip": torch.tensor([1.0, 1.0])}]}},
+        {"optimizer": {"param_groups": [{"clip": torch.tensor([1.0, INFINITY])}]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HONEST)
+@pytest.mark.parametrize("look_at", ["sample", "all"])
+def test_infinities_that_are_meant_are_saved(case: str, look_at: Any, tmp_path: Path) -> None:
+    for step, state in enumerate(HONEST[case], 1):
+        warnings_of(dict(state), tmp_path / f"step-{step}", checks=ckpt.Checks(look_at=look_at))
+
+
+def test_an_infinity_hides_no_nan(tmp_path: Path) -> None:
+    for step, worst in enumerate([0.0, INFINITY, INFINITY], 1):
+        found = warnings_of({"model": weights(mask=torch.full((9,), worst))}, tmp_path / f"step-{step}")
+        assert [text for text in found if "infinity" in text] == (found if step == 2 else [])
+    with pytest.raises(SaveFailed, match=r"NaN in 1 tensor of 'model', none before: model\.mask"):
+        ckpt.save({"model": weights(mask=torch.tensor([INFINITY] * 8 + [float("nan")]))}, tmp_path / "step-4")
+
+
+def test_an_infinity_among_moments_is_refused(tmp_path: Path) -> None:
+    states = [
+        {"optimizer": {"state": {"w": {"exp_avg_sq": torch.full((9,), worst)}}}} for worst in (1.0, INFINITY)
+    ]
+    ckpt.save(states[0], tmp_path / "step-1")
+    with pytest.raises(SaveFailed, match=r"infinity in 1 tensor of 'optimizer', none before: .*exp_avg_sq"):
+        ckpt.save(states[1], tmp_path / "step-2")
 
 
 def test_an_older_step_is_compared_with_that_which_it_replaces(tmp_path: Path) -> None:

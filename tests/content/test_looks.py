@@ -70,7 +70,13 @@ def test_a_nan_is_seen_in_all_dtypes(dtype: torch.dtype, count: int) -> None:
 def test_infinities_are_seen(dtype: torch.dtype) -> None:
     values = torch.ones(100, dtype=dtype)
     values[7] = float("-inf")
-    assert look_at([torch.ones(100, dtype=dtype), values], turn=None).not_finite() == [("model", "t1")]
+    for turn in (None, 0):
+        look = look_at([torch.ones(100, dtype=dtype), values], turn)
+        assert (look.not_finite(), look.infinite()) == ([], [("model", "t1")])
+        values[8] = float("nan")
+        look = look_at([values], turn)
+        assert (look.not_finite(), look.infinite()) == ([("model", "t0")], [])
+        values[8] = 1.0
 
 
 def test_the_largest_and_the_smallest_numbers_are_fine() -> None:
@@ -80,7 +86,7 @@ def test_the_largest_and_the_smallest_numbers_are_fine() -> None:
         tensors.append(torch.tensor([info.max, info.min, info.tiny, info.smallest_normal] * 50, dtype=dtype))
         tensors.append(torch.tensor([0.0, info.smallest_normal / 2] * 50, dtype=dtype))
     look = look_at(tensors, turn=None)
-    assert (look.not_finite(), look.zero()) == ([], [])
+    assert (look.not_finite(), look.infinite(), look.zero()) == ([], [], [])
 
 
 def test_a_sample_is_another_one_in_each_save() -> None:
@@ -155,7 +161,7 @@ def test_small_tensors_of_a_small_file_are_looked_at_as_a_whole(turn: int) -> No
     """A sample of 64 bytes would miss what was never trained in three saves of ten."""
     half = torch.ones(300, dtype=torch.bfloat16)
     half[100:] = float("inf")
-    assert look_at([torch.randn(1000), half], turn).not_finite() == [("model", "t1")]
+    assert look_at([torch.randn(1000), half], turn).infinite() == [("model", "t1")]
 
 
 def test_many_small_tensors_are_looked_at_by_some_elements() -> None:

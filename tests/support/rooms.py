@@ -270,6 +270,7 @@ ROOMS: Mapping[str, Room] = {
         (
             "ckpt.errors",
             "ckpt.arguments",
+            _REGISTRY,
             "ckpt.collective",
             "ckpt.format",
             "ckpt.options",

@@ -74,7 +74,7 @@ class Trainer(_Native):
             call["args"] = copy.copy(given)  # the caller may make a second Trainer of it
             call["args"].output_dir = os.path.join(_LOCAL_FOLDER, root.rpartition("/")[2])
         super().__init__(**call)
-        self.checkpoint_root = root or self.args.output_dir
+        self.checkpoint_root = root or normal_url(self.args.output_dir)
         _refuse_unsupported(self)
         options = {**self.checkpoint_options, **(checkpoints or {})}
         self._has_rules, self._storage_options = "save" in options, options.get("storage_options")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.backends.base import Store, exists
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import (
     AccessDenied,
     CommitError,
@@ -101,6 +101,7 @@ class StorageConfig(base_storage.StorageConfig):
 
     def __post_init__(self) -> None:
         if self.root:
+            self.root = normal_url(self.root)
             open_store(self.root, self.storage_options).close()
         self._keys = _Keys("ckpt-storage")
 

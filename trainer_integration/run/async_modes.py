@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt.api import async_save, save
 from ckpt.child_processes import isolate_children
-from ckpt.collective import place_of, stager
+from ckpt.collective import place_of, stager, with_options
 from ckpt.embeddings.saving import Tables
 from ckpt.errors import CheckpointError, ConfigurationError, SaveFailed
 from ckpt.format.names import last_segment
 from ckpt.local_first.saving import Place, Saved, save_to_first
 from ckpt.options import SaveOptions
 from ckpt.ranks.failures import same_failure
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import Ranks, check_group
 from ckpt.ranks.lost_ranks import summary
 from ckpt.ranks.many_failures import some_of
 from ckpt.references.frozen import Patterns
@@ -55,6 +55,7 @@ class Uploads:
     options: Mapping[str, Any] = field(repr=False)  # credentials may be among them
     frozen: Patterns | None = None
     tables: Tables | None = None
+    no_dist: bool = False
     expected: Space | None = None
     save_options: SaveOptions = field(default_factory=SaveOptions)
     resume_check: Literal["first", "every", "off"] = "first"
@@ -64,10 +65,13 @@ class Uploads:
     _last: Future[Metadata] | None = None
 
     def __post_init__(self) -> None:
+        check_group(self.no_dist)
         if self.mode not in ("thread", "process", "off"):
             raise ConfigurationError(f"async_mode must be 'thread', 'process' or 'off', not {self.mode!r}")
-        if self.mode == "process" and not (dist.is_available() and dist.is_initialized()):
-            raise ConfigurationError("async_mode='process' needs torch.distributed.init_process_group first")
+        if self.mode == "process" and self.ranks.no_dist:
+            raise ConfigurationError(
+                "async_mode='process' needs torch.distributed.init_process_group first, and no no_dist=True"
+            )
         is_alone = (
             self.mode == "process" and self.ranks.size == 1
         )  # several ranks get a gloo group of their own
@@ -109,6 +113,7 @@ class Uploads:
         if self.mode == "process":
             return self._in_process(state, url, tags)
         options: dict[str, Any] = {**self.options, "tags": tags, "process_group": self.process_group}
+        options["no_dist"] = self.no_dist
         options["options"] = self._options_of_save()
         begin: Callable[..., Future[Metadata]] = async_save
         wait_for: Callable[..., Metadata] = save
@@ -135,9 +140,8 @@ class Uploads:
         tagged = [replace(place, options={**place.options, "tags": tags}) for place in places]
         is_async = self.mode == "thread"
         options = self._options_of_save()
-        begun = save_to_first(
-            state, lambda _: tagged, process_group=self.process_group, is_async=is_async, options=options
-        )
+        group = {"process_group": self.process_group, "no_dist": self.no_dist}
+        begun = save_to_first(state, lambda _: tagged, is_async=is_async, options=options, **group)
         self._is_checked = True
         return begun
 
@@ -160,6 +164,7 @@ class Uploads:
 
         with same_failure(SaveFailed, place, self.ranks):  # on all ranks or none: DCP waits for all
             writer, values = self.ranks.together(call, prepare)
+            call += with_options(writer, None, options)
             values = agree_on_values(values, writer.described, self.ranks, place, number=self._saves)
             writer.described = None  # it holds the models
             staged = self.ranks.together(call, lambda: self._stager.stage(values))

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from ckpt.backends.registry import open_store
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.collective import place_of
 from ckpt.errors import (
@@ -46,10 +47,11 @@ class History(SharedRecord):
         taken: folders whose checkpoint stays as it is: it is damaged, another program's, or others name its bytes.
     """
 
-    def __init__(self, root: str, storage_options: Mapping[str, Any] | None) -> None:
-        self.root, self.storage_options = root.rstrip("/") or "/", storage_options
+    def __init__(self, root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> None:
+        self.root = normal_url(root).rstrip("/") or "/"
+        self.storage_options = storage_options
         self.place = place_of(self.root)
-        super().__init__(root, storage_options)
+        super().__init__(self.root, storage_options)
         self._others: set[str] = set()  # folders that hold none of the commits that were removed
         self._told_of_versions = False
         self.taken: set[str] = set()

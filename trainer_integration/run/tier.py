@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ckpt.backends.registry import normal_url, open_store
+from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.collective import place_of
 from ckpt.errors import CheckpointError, ConfigurationError
@@ -265,6 +265,4 @@ def tier_of(
     config = {
         key: uploads.options[key] for key in ("storage_options", "threads", "max_bandwidth_bytes_per_s")
     }
-    root = normal_url(history.root)
-    root = root if "://" in root else os.path.abspath(root)
-    return Tier(options, root, job, uploads.ranks.rank, is_local=local is not None, config=config)
+    return Tier(options, history.root, job, uploads.ranks.rank, is_local=local is not None, config=config)

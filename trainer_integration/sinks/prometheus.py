@@ -105,10 +105,11 @@ class PrometheusTextfile:
     """
 
     def __init__(self, path: str | os.PathLike[str], labels: Mapping[str, str] | None = None) -> None:
-        self._path, self._figures, self._lock = os.fspath(path), _Figures(), threading.Lock()
+        self._path = os.path.abspath(path)
+        self._figures, self._lock = _Figures(), threading.Lock()
         if not self._path.endswith(".prom"):
             raise ConfigurationError(f"{self._path}: the textfile collector reads files named *.prom alone")
-        folder = os.path.dirname(self._path) or "."
+        folder = os.path.dirname(self._path)
         if not os.path.isdir(folder):
             raise ConfigurationError(f"{folder}: there is no such folder for the textfile collector")
         for name in labels or {}:
