@@ -358,7 +358,8 @@ def test_members_of_lists_and_dicts_are_parts(way: str, tmp_path: Path) -> None:
         with ckpt.CheckpointManager(tmp_path / "run", **OPTIONS) as manager:
             manager.save(1, **saved)
         with ckpt.CheckpointManager(tmp_path / "run", **OPTIONS) as manager:
-            assert manager.restore(**fresh).certificate.is_exact
+            restored = manager.restore(**fresh)
+        assert restored is not None and restored.certificate.is_exact
     else:
         ckpt.save(saved, tmp_path / "one", no_dist=True)
         ckpt.load(fresh, tmp_path / "one", no_dist=True)
