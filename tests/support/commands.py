@@ -127,7 +127,7 @@ def run_process(
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def run_measured(*arguments: object, timeout_s: int = 300) -> tuple[Ran, int]:
+def run_measured(*arguments: object, timeout_s: int = 100) -> tuple[Ran, int]:
     """Run the command as a user does; return what it did, and the most memory that it had, in bytes."""
     script = Path(sys.executable).parent / "ckpt"
     words = ["timeout", "-s", "KILL", str(timeout_s), str(script), *map(str, arguments)]

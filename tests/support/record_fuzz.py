@@ -196,9 +196,9 @@ def _changed(kind: str, data: bytes, rng: random.Random) -> bytes:
         return _metadata_changed(data, rng)
     if kind in ("index", "runs"):
         record = msgspec.msgpack.decode(_regular_index() if kind == "runs" else data)
-        _change(record, rng, [*VALUES, *COUNTS])
         if kind == "runs" and rng.random() < 0.5:
             record["runs"] = _numbers_changed(record["runs"], rng)
+        _change(record, rng, [*VALUES, *COUNTS])
         return msgspec.msgpack.encode(record)
     is_sealed = is_sealed_json(data)
     record = json.loads(unseal_json(data, url="", key="") if is_sealed else data)

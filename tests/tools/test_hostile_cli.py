@@ -65,7 +65,7 @@ _MAX_PROCESS_BYTES = 1 << 30
 _RECORDS = int(os.environ.get("FUZZ_RECORDS", "1200"))
 _PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "24"))
 _SEED = os.environ.get("FUZZ_SEED", "0")
-_SHARDS = 4
+_RECORDS_A_TEST, _PROCESSES_A_TEST = 200, 12
 _RAW_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -269,13 +269,17 @@ def drawn_command(root: HostileRoot, number: int) -> tuple[str, list[str]]:
     return f"FUZZ_SEED={_SEED}, record {number} ({hostile.kind}): {name}", commands[name]
 
 
+@pytest.fixture(scope="module")
+def hostile_root(tmp_path_factory: pytest.TempPathFactory) -> HostileRoot:
+    return HostileRoot(tmp_path_factory.mktemp("hostile"))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("shard", range(_SHARDS))
-def test_mutated_records(tmp_path: Path, shard: int) -> None:
+@pytest.mark.parametrize("first", range(0, _RECORDS, _RECORDS_A_TEST))
+def test_mutated_records(hostile_root: HostileRoot, first: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    root = HostileRoot(tmp_path)
-    for number in range(shard, _RECORDS, _SHARDS):
-        name, arguments = drawn_command(root, number)
+    for number in range(first, min(first + _RECORDS_A_TEST, _RECORDS)):
+        name, arguments = drawn_command(hostile_root, number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             check_ended_well(name, run(*arguments))
@@ -284,11 +288,10 @@ def test_mutated_records(tmp_path: Path, shard: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shard", range(_SHARDS))
-def test_mutated_records_in_processes(tmp_path: Path, shard: int) -> None:
-    root = HostileRoot(tmp_path)
-    for number in range(shard, _PROCESSES, _SHARDS):
-        name, arguments = drawn_command(root, number)
+@pytest.mark.parametrize("first", range(0, _PROCESSES, _PROCESSES_A_TEST))
+def test_mutated_records_in_processes(hostile_root: HostileRoot, first: int) -> None:
+    for number in range(first, min(first + _PROCESSES_A_TEST, _PROCESSES)):
+        name, arguments = drawn_command(hostile_root, number)
         ran, peak_bytes = run_measured(*arguments)
         check_ended_well(name, ran)
         assert peak_bytes < _MAX_PROCESS_BYTES, name
