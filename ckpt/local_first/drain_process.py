@@ -43,7 +43,7 @@ _LOOK_S = 0.3
 _POLL_S = 0.5
 _GRACE_S = 25.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_IDLE_S = 20.0
+_IDLE_S = 300.0
 """How long a process without work waits for some; it takes memory, and starts again within seconds."""
 _MAX_DEATHS = 3
 """How often in a row a process may die soon after its start until saves fail by that."""
