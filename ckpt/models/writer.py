@@ -280,6 +280,15 @@ def _items_of(file: ModelFile, number: int) -> list[ItemRecord]:
     return items
 
 
+def _unencodable(name: str) -> str | None:
+    """Return why a name cannot be stored as UTF-8, as headers store it; None if it can."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        return error.reason
+    return None
+
+
 def _check_tensor(name: str, value: object) -> None:
     advice = 'format="safetensors" takes the state dict of a model: names and tensors, as model.state_dict()'
     if isinstance(value, Mapping):
@@ -288,6 +297,8 @@ def _check_tensor(name: str, value: object) -> None:
         raise ConfigurationError(f"{name!r} is a {type(value).__name__}, not a tensor; {advice}")
     if name == METADATA:
         raise ConfigurationError(f"a tensor of a model cannot be named {METADATA!r}")
+    if (fault := _unencodable(name)) is not None:
+        raise ConfigurationError(f"a tensor of a model cannot be named {name[:100]!r}: {fault}")
     if value.is_nested or value.layout is not torch.strided:
         kind = (
             f"nested tensor of layout {value.layout}"

@@ -239,6 +239,25 @@ def test_what_no_model_has_is_an_error_at_once(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["", "a\0b", 'a"b\\', "x" * 100_000, "\u2028", "\x1b[31m", "e\u0301", "a/b", ".."]
+)
+def test_names_that_a_header_can_hold(tmp_path: Path, name: str) -> None:
+    state = {name: random_tensor(3), "other": random_tensor(2)}
+    ckpt.save(state, tmp_path, format="safetensors")
+    assert digest(read_all(tmp_path)) == digest(state)
+    loaded = emptied(state)
+    ckpt.load(loaded, tmp_path)
+    assert digest(loaded) == digest(state)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800", "a.\udfff"])
+def test_names_that_no_header_can_hold(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match="a tensor of a model cannot be named"):
+        ckpt.save({"a": torch.ones(2), name: torch.ones(2)}, tmp_path / "model", format="safetensors")
+    assert not (tmp_path / "model").exists()
+
+
 def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     weight = random_tensor(30, 4)
     state = {"embed": weight, "head": weight, "view": weight[:10], "same": weight.clone()}
