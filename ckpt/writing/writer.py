@@ -86,6 +86,12 @@ class SaveMeta(StorageMeta):
     digest: str = ""
 
 
+_NO_COLLECTIVES = (
+    "use_collectives=False is not supported: without collectives no rank knows when all have finished, and the "
+    "checkpoint could be torn"
+)
+
+
 class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Write checkpoints that are committed whole or not at all.
 
@@ -112,7 +118,6 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
     takes_columns = True
     """Whether a plan may say less than DCP's: which items to write, and no more."""
-
     stamp = NO_STAMP  # of the run that it saves for
     trusted_objects: Collection[str] = ()  # names of which no warning is needed
     described: Any = None  # by `ckpt.save` and the manager: what the values of the state are
@@ -159,11 +164,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise ConfigurationError(
-                "use_collectives=False is not supported: without collectives no rank knows when all have "
-                "finished, and the checkpoint could be torn",
-                url=self.checkpoint_id,
-            )
+            raise ConfigurationError(_NO_COLLECTIVES, url=self.checkpoint_id)
         self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
