@@ -93,6 +93,12 @@ class SaveMeta(StorageMeta):
     digest: str = ""
 
 
+_NO_COLLECTIVES = (
+    "use_collectives=False is not supported: without collectives no rank knows when all have finished, and the "
+    "checkpoint could be torn"
+)
+
+
 class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     """Write checkpoints that are committed whole or not at all.
 
@@ -166,11 +172,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise ConfigurationError(
-                "use_collectives=False is not supported: without collectives no rank knows when all have "
-                "finished, and the checkpoint could be torn",
-                url=self.checkpoint_id,
-            )
+            raise ConfigurationError(_NO_COLLECTIVES, url=self.checkpoint_id)
         self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)

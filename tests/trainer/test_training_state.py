@@ -359,7 +359,8 @@ def test_members_of_lists_and_dicts_are_parts(way: str, tmp_path: Path) -> None:
             manager.save(1, **saved)
         with ckpt.CheckpointManager(tmp_path / "run", **OPTIONS) as manager:
             restored = manager.restore(**fresh)
-        assert restored is not None and restored.certificate.is_exact
+        assert restored is not None
+        assert restored.certificate.is_exact
     else:
         ckpt.save(saved, tmp_path / "one", no_dist=True)
         ckpt.load(fresh, tmp_path / "one", no_dist=True)

@@ -44,7 +44,8 @@ class History(SharedRecord):
     Attributes:
         place: the root as texts show it, without credentials.
         referred: steps that no rule keeps, and whose bytes later checkpoints name.
-        taken: folders whose checkpoint stays as it is: it is damaged, another program's, or others name its bytes.
+        unusable: folders whose checkpoint is damaged, or another program's, and stays as it is.
+        named: folders whose checkpoint is not replaced, as others name its bytes.
     """
 
     def __init__(self, root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> None:
@@ -54,7 +55,8 @@ class History(SharedRecord):
         super().__init__(self.root, storage_options)
         self._others: set[str] = set()  # folders that hold none of the commits that were removed
         self._told_of_versions = False
-        self.taken: set[str] = set()
+        self.unusable: set[str] = set()
+        self.named: set[str] = set()
         self.referred: frozenset[int] = frozenset()
 
     def url(self, path: str) -> str:
@@ -66,26 +68,26 @@ class History(SharedRecord):
         return f"{self.place.rstrip('/')}/{path}"
 
     def path(self, step: int) -> str:
-        """Name the folder for a save of `step`: the first one that is not `taken`."""
+        """Name the folder for a save of `step`: the first one that is neither `unusable` nor `named`."""
         name = f"step-{step:08d}"
         more = (f"{name}.again-{number}" for number in itertools.count(2))
-        return next(each for each in itertools.chain([name, f"{name}.again"], more) if each not in self.taken)
+        taken = self.unusable | self.named
+        return next(each for each in itertools.chain([name, f"{name}.again"], more) if each not in taken)
 
     def candidates(self) -> list[tuple[int, str]]:
         """List steps and folders in which a checkpoint may be, the newest first."""
         return newest_first(self._folders(), self._record())
 
-    def steps_after(self, step: int) -> set[int]:
-        """List the later steps of which a checkpoint may exist, also a superseded one."""
-        steps = steps_by_folder(self._folders(), self._record()).values()
-        return {each for each in steps if each > step}
+    def steps_after(self, step: float) -> set[int]:
+        """List the later steps of which a checkpoint may exist, also a superseded one; none if storage does not answer."""
+        return {number for number in self._steps().values() if number > step}
 
-    def referred_at(self, step: int) -> set[str]:
-        """List the folders of a step whose bytes other checkpoints name; none where storage cannot be asked."""
+    def named_at(self, step: int) -> set[str]:
+        """List the folders of a step whose bytes other checkpoints name; none if storage does not answer."""
+        paths = [path for path, number in self._steps().items() if number == step]
         found: set[str] = set()
         try:
-            steps = steps_by_folder(self._folders(), self._record())
-            for path in (path for path, number in steps.items() if number == step):
+            for path in paths:
                 with contextlib.closing(open_store(self.url(path), self.storage_options)) as store:
                     commit = read_commit(store)
                     if commit is not None and is_referred(store, commit):
@@ -93,6 +95,14 @@ class History(SharedRecord):
         except CheckpointError as error:
             _logger.warning("which checkpoints name bytes of step %d is not known: %s", step, error)
         return found
+
+    def _steps(self) -> dict[str, int]:
+        """Return the steps by folder, also of superseded checkpoints."""
+        try:
+            return steps_by_folder(self._folders(), self._record())
+        except CheckpointError as error:  # the save that follows meets it too
+            _logger.warning("the checkpoints of the run cannot be listed: %s", error)
+            return {}
 
     def _folders(self) -> list[str]:
         try:
@@ -133,7 +143,7 @@ class History(SharedRecord):
 
     def begin_new_run(self) -> None:
         """Give up, with the next checkpoint, those that this process has not saved."""
-        self._resumed_at = -1
+        self.resumed_at = -1
 
     def newest_s(self, step: int) -> float:
         """Find when the newest checkpoints from `step` on were made, by the clocks of those who made them."""
@@ -190,13 +200,14 @@ class History(SharedRecord):
         that storage carried out late, is removed again.
         """
         self._sweep()
-        stay, referred = {newest}, dict[str, int]()
+        stay, referred, replaced = {newest}, dict[str, int](), self._replaced()
         while True:
             failure: CheckpointError | None = None
             with contextlib.ExitStack() as until_noted:
                 until_noted.enter_context(self._lock)  # who pins it meanwhile finds it gone, or keeps it
                 kept = self.kept(keep)
-                unkept = [*self._replaced(), *(old for old in self.durable() if old.step not in kept)]
+                unkept = [old for old in self.given_up() if old.path in replaced and not old.pinned]
+                unkept += [old for old in self.durable() if old.step not in kept]
                 checkpoint = next((old for old in unkept if old.path not in stay), None)
                 if checkpoint is None:
                     self.referred = frozenset(referred.values())
@@ -220,10 +231,20 @@ class History(SharedRecord):
         pinned = {checkpoint.step: "pinned" for checkpoint in alive if checkpoint.pinned}
         return pinned | keep.keeps(alive, time.time())
 
-    def _replaced(self) -> list[RunCheckpoint]:
-        """List superseded checkpoints whose step was saved again."""
-        again = {checkpoint.step for checkpoint in self.durable()}
-        return [old for old in self.given_up() if old.step in again and not old.pinned]
+    def _replaced(self) -> set[str]:
+        """List folders of superseded checkpoints whose step was saved again elsewhere, as others named their bytes.
+
+        Damaged ones stay.
+        """
+        again, found = {checkpoint.step for checkpoint in self.durable()}, set[str]()
+        for old in self.given_up():
+            if old.step not in again or old.path in self.unusable:
+                continue
+            with contextlib.suppress(CheckpointError):
+                commit = read_commit(PrefixStore(self._store, old.path))
+                if commit and commit.record.is_referable and self.examine(old.path).fault is None:
+                    found.add(old.path)
+        return found
 
     def close(self) -> None:
         self._store.close()

@@ -25,6 +25,7 @@ from ckpt.tools.preflight import check_place
 from ckpt.trainer_integration.events import Event, Events
 from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.async_modes import Uploads
+from ckpt.trainer_integration.run.folders import Folders
 from ckpt.trainer_integration.run.held_errors import wait_for
 from ckpt.trainer_integration.run.history import History, plain_metrics
 from ckpt.writing.writer import SaveMeta
@@ -73,10 +74,10 @@ class Saves:
         self._ranks, self.uploads, self._events = ranks, uploads, events
         self.history, self.keep = history, keep
         self.clock = RunClock()
+        self.folders = Folders(ranks, history)
         self._flight: Flight | None = None
         self._booked: threading.Event | None = None
         self.steps: set[int] = set()
-        self._past: set[int] = set()
         self.base: str | None = None
         self.durable_step: int | None = None
         self.durable_at_s = self.undurable_since_s = self.began_s = time.monotonic()
@@ -111,7 +112,6 @@ class Saves:
         """Give up, with the next checkpoint, all those of the root that these saves have not made; on all ranks."""
         self._ranks.from_first(self.history.find_all)
         self.history.begin_new_run()
-        self._note_past(-1)
 
     def go_on_from(
         self, step: int, path: str, created_at_s: float | None, *, is_durable: bool = True
@@ -119,23 +119,12 @@ class Saves:
         """Give up the checkpoints after `step`, that at `path`; those steps will be saved again."""
         self.history.go_on_from(step)
         self.clock.saw(-math.inf if created_at_s is None else created_at_s)
-        self._note_past(step)
         self.base = path
         self.steps = {saved for saved in self.steps if saved < step} | {step}
         age_s = 0.0 if created_at_s is None else max(0.0, time.time() - created_at_s)
         self.undurable_since_s = time.monotonic()
         self.durable_step = step if is_durable else None
         self.durable_at_s = self.undurable_since_s - age_s
-
-    def _note_past(self, step: int) -> None:
-        """Note, on all ranks alike, of which steps after `step` a checkpoint exists."""
-        self._past = self._ranks.from_first(lambda: self.history.steps_after(step))
-
-    def _path(self, step: int) -> str:
-        """Name the folder for a save, on all ranks alike: not one whose bytes other checkpoints of the past name."""
-        if step in self._past:
-            self.history.taken |= self._ranks.from_first(lambda: self.history.referred_at(step))
-        return self.history.path(step)
 
     def begin(
         self, step: int, state: dict[str, Any], reason: str, metrics: Mapping[str, float] | None
@@ -144,7 +133,7 @@ class Saves:
         self.wait_booked()
         checkpoint = RunCheckpoint(
             step=step,
-            path=self._path(step),
+            path=self.folders.path(step),
             saved_at_s=self.clock.now(),
             metrics=plain_metrics(metrics),
         )

@@ -102,9 +102,6 @@ class NearSaves(Saves):
         note_run(self._tier, self._ranks.from_first(self._run))
         self._tier.begin()
 
-    def _note_past(self, step: int) -> None:
-        """Note nothing: saves of a tier name no bytes of others, and persistent storage may not answer."""
-
     # -- saves ---------------------------------------------------------------------------------------------
 
     def _upload(
@@ -320,6 +317,8 @@ def saves_for(
     """Make the saves of a manager, with a tier or without, and start them. All ranks call it."""
     common = ranks, uploads, history, keep, events
     saves = Saves(*common) if tier is None else NearSaves(*common, tier)
+    # Saves of a tier name no bytes of others, and persistent storage may not answer.
+    saves.folders.may_ask = tier is None
     saves.start()
     return saves
 

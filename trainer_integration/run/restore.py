@@ -174,7 +174,7 @@ def restore(
         if not choice.is_lost:
             is_error |= not is_foreign or (initial is None and not is_near)
             if is_foreign or not is_near:  # it stays as it is
-                history.taken.add(choice.path)
+                history.unusable.add(choice.path)
         if is_foreign and not is_near:
             stock.append(shown)
         passed_over.append(PassedOver(choice.step, shown, str(fault)))

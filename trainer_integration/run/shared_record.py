@@ -53,7 +53,7 @@ class SharedRecord:
         self._known: RunRecord | None = None
         self._changes: list[Change] = []  # that storage has not shown yet
         self._has_failed = False
-        self._started_s, self._resumed_at = time.time(), math.inf
+        self._started_s, self.resumed_at = time.time(), math.inf
         self._durable_at_s: float | None = None
         self._own: dict[str, RunCheckpoint] = {}
         self._found: dict[str, RunCheckpoint] = {}
@@ -107,7 +107,7 @@ class SharedRecord:
 
     def go_on_from(self, step: int) -> None:
         """Give up, with the next checkpoint, those that were saved after `step`."""
-        self._resumed_at = step
+        self.resumed_at = step
         self._own.clear()
 
     def add(self, checkpoint: RunCheckpoint, *, is_own: bool = True) -> None:
@@ -220,7 +220,7 @@ class SharedRecord:
         )
 
     def _as_past(self, checkpoint: RunCheckpoint) -> RunCheckpoint:
-        given_up = self._own and checkpoint.step > self._resumed_at and checkpoint.path not in self._own
+        given_up = self._own and checkpoint.step > self.resumed_at and checkpoint.path not in self._own
         return msgspec.structs.replace(checkpoint, superseded=True) if given_up else checkpoint
 
 
