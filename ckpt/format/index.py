@@ -36,6 +36,8 @@ _MAX_EXPANSION = 64
 _SLACK_BYTES = 16 << 20
 _SLACK_OF_RUNS_BYTES = 64 << 20
 """Of all tensors with runs, which a load expands one by one, and a check all: 1,200,000 chunks of two dimensions."""
+_MAX_EXPANSION_OF_RUNS = 64
+"""Of the bytes of the manifests, for the chunks of all tensors with runs."""
 _MANIFEST_GROWTH = 8
 """A row of the tables has at most so many times the bytes of its item in a manifest, which is text."""
 
@@ -285,7 +287,7 @@ class _Totals:
         expanded_bytes = 8 * (3 * self.rows + 2 * self.cells + NUMBERS * runs) + self.largest_bytes
         excess_bytes = expanded_bytes - _SLACK_BYTES - _MAX_EXPANSION * nbytes
         regular_bytes = self.regular_bytes - _SLACK_OF_RUNS_BYTES
-        return max(0, -(-excess_bytes // _MANIFEST_GROWTH), -(-regular_bytes // _MAX_EXPANSION))
+        return max(0, -(-excess_bytes // _MANIFEST_GROWTH), -(-regular_bytes // _MAX_EXPANSION_OF_RUNS))
 
 
 def _check_tensor(entry: _Entry, table: TensorColumns, boxes: BoxCheck) -> None:

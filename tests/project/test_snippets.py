@@ -47,7 +47,6 @@ NOT_RUN = {
     "docs/local-first.md": "the disk of a node: tests/local_first runs the same",
     "docs/tables.md": "RPC between trainers and servers: tests/embeddings and examples/recommender run the same",
     "docs/trainers/huggingface.md": "transformers and accelerate: `make test-adapters` runs the same",
-    "docs/trainers/lightning.md": "Lightning: `make test-adapters` runs the same",
     "docs/trainers/torch_checkpointing.md": "the faults of another library",
 }
 """Pages with Python that only compiles here, and why."""
