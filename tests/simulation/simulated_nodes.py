@@ -524,6 +524,7 @@ class Ranks(product_group.Ranks):
 
     def __init__(self, group: Group, rank: int, call: int = 0) -> None:
         self.no_dist, self.is_own_group, self.purpose, self.call = False, True, "foreground", call
+        self.is_meant_alone = False
         self.rank, self._global_rank, self.members = rank, rank, [*range(group.size)]
         self.group = simulated_jobs.Ranks(group, rank)
         self.progress = self.group.progress
