@@ -49,6 +49,8 @@ class NearSaves(Saves):
         tier: Tier,
     ) -> None:
         super().__init__(ranks, uploads, history, keep, events)
+        # Saves of a tier name no bytes of others, and persistent storage may not answer.
+        self.folders.may_ask = False
         self._tier = tier
         self._given_up: list[str] = []
         self._near: dict[str, int] = {}
@@ -317,8 +319,6 @@ def saves_for(
     """Make the saves of a manager, with a tier or without, and start them. All ranks call it."""
     common = ranks, uploads, history, keep, events
     saves = Saves(*common) if tier is None else NearSaves(*common, tier)
-    # Saves of a tier name no bytes of others, and persistent storage may not answer.
-    saves.folders.may_ask = tier is None
     saves.start()
     return saves
 
