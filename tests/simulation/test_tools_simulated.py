@@ -363,4 +363,4 @@ def test_the_guard_sees_a_gc_that_is_too_eager(monkeypatch: pytest.MonkeyPatch) 
     """The guard objects to a grace period that is shorter than a save."""
     monkeypatch.setattr("simulation.test_tools_simulated.GRACE_S", -1.0)
     with pytest.raises(Violation, match=r"has just written|took|nothing went wrong.*no such upload"):
-        run_seeds(range(60))
+        run_seeds(range(200))

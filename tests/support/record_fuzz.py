@@ -114,7 +114,11 @@ class HostileRoot:
         ckpt.save({**state, "objects": [2]}, run / "step-2", no_dist=True, base=run / "step-1")
         signed = self._good / "signed" / "step-1"
         ckpt.save(state, signed, no_dist=True, block_digests="sha256")
-        for place in (run / "step-1", run / "step-2", signed):  # of young ones `watch` awaits what is missing
+        model = self._good / "model" / "step-1"
+        tensors = {"w": random_tensor(20, 30), "b": torch.arange(5.0)}
+        ckpt.save(tensors, model, no_dist=True, format="safetensors", max_shard_size=1500)
+        # Of young ones `watch` awaits what is missing.
+        for place in (run / "step-1", run / "step-2", signed, model):
             edit_commit(place, lambda record: record.update(created_at="2026-01-01T00:00:00+00:00"))
         ckpt.sign(signed, self.private)
         ckpt.scrub(run)
@@ -123,10 +127,6 @@ class HostileRoot:
             RunCheckpoint(step=n, path=f"step-{n}", saved_at_s=1.7e9, metrics={"loss": 1.0}) for n in (1, 2)
         ]
         write_run(PosixStore(str(run)), RunRecord(checkpoints=made, starts=starts))
-        tensors = {"w": random_tensor(20, 30), "b": torch.arange(5.0)}
-        ckpt.save(
-            tensors, self._good / "model" / "step-1", no_dist=True, format="safetensors", max_shard_size=1500
-        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             writer = dcp.FileSystemWriter(self._good / "stock" / "step-1")
