@@ -119,7 +119,8 @@ def normal_url(url: str | os.PathLike[str]) -> str:
         is_relative = scheme in _FSSPEC_PATHS and not rest.startswith(("/", "~"))
         return f"{scheme}://{absolute(rest) if is_relative else rest}"
     _refuse_mangled(text)
-    return absolute(expand_user(text))
+    path = absolute(expand_user(text))
+    return f"{path}/" if text.endswith("/") and path != "/" else path  # a folder is meant
 
 
 def default_threads() -> int:

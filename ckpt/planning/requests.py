@@ -190,4 +190,4 @@ def restore_requests(layout: Layout, what: Stored, *, request_bytes: int) -> Req
 def remove_requests(what: Stored) -> Requests:
     """Count the requests of a removal, also by retention."""
     batches = math.ceil((2 * what.writers + 1) / _DELETE_BATCH)
-    return Requests(gets=6, lists=1, deletes=2 + batches)
+    return Requests(gets=6, lists=2, deletes=2 + batches)

@@ -188,7 +188,7 @@ def test_no_dataclass_shows_options() -> None:
     shown = [
         f"{kind.__module__}.{kind.__name__}.{each.name}"
         for kind in _subclasses(object)
-        if kind.__module__.partition(".")[0] == "ckpt" and dataclasses.is_dataclass(kind)
+        if str(kind.__module__).partition(".")[0] == "ckpt" and dataclasses.is_dataclass(kind)
         for each in dataclasses.fields(kind)
         if each.repr and "options" in each.name and "Options" not in str(each.type)
     ]

@@ -182,7 +182,7 @@ def test_times_and_costs_are_those_of_a_calculation_by_hand() -> None:
     assert planned.job_mtbf_s == 10 * 86400
     assert planned.save.puts == 8 * (30 + 2 + 1) + 3
     saves, restores = MONTH_S / 1000.4, MONTH_S / (10 * 86400)
-    writes = saves * (planned.save.puts + 1)  # a removal lists once
+    writes = saves * (planned.save.puts + 2)  # a removal lists twice
     reads = saves * (planned.save.gets + 6) + restores * (8 * (1 + 30) + 4)
     assert planned.dollars.requests == pytest.approx((0.005 * writes + 0.0004 * reads) / 1000)
     assert planned.dollars.storage == pytest.approx(3 * 8e9 / GB * 0.023, rel=1e-3)

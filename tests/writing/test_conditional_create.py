@@ -185,8 +185,8 @@ def test_the_commit_is_one_request_where_conditions_are_honoured(proxy: FaultPro
     url = f"s3://{proxy.server.new_bucket()}/c"
     ckpt.save({"t": torch.ones(3)}, url, storage_options=proxy.options)
     about_commit = [call.method for call in proxy.calls if call.key.endswith("/commit.json")]
-    # Looked at before anything is written, looked at again, put; and read after .metadata.
-    assert about_commit == ["GET", "GET", "PUT", "GET"]
+    # Looked at before anything is written, looked at again, put, read back; and read after .metadata.
+    assert about_commit == ["GET", "GET", "PUT", "GET", "GET"]
 
 
 def test_an_overwrite_asks_nothing(server: StrictS3) -> None:
