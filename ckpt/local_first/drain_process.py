@@ -155,8 +155,12 @@ class DrainProcess:
         self._process: _Lasting | None = None
         _started[:] = [process for process in _started if process.poll() is None]
         self._lock = threading.Lock()
-        self._began_at_s, self._began_s, self._pause_s = 0.0, 0.0, _FIRST_PAUSE_S
-        self._needed_s, self._rests, self._deaths = 0.0, False, 0
+        self._began_at_s = 0.0
+        self._began_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._needed_s = 0.0
+        self._rests = False
+        self._deaths = 0
 
     def carry_only(self, share: Share) -> None:
         """Have it carry its share of what is here; call it before the first `look`."""
@@ -283,8 +287,10 @@ def main(began: str, folder: str) -> None:
             _carry(folder, config, finish, stop, status)
         except CheckpointError as error:
             _logger.error("%s", error)
-            told = _Status(checkpoints=read_status(folder), problem=str(error), problem_began_s=float(began))
-            status.write(msgspec.json.encode(told))
+            failed = _Status(
+                checkpoints=read_status(folder), problem=str(error), problem_began_s=float(began)
+            )
+            status.write(msgspec.json.encode(failed))
             sys.exit(1)
         finally:
             grace.end()

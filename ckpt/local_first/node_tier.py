@@ -34,7 +34,7 @@ class NodeTier:
         config: of `ckpt.drain`.
 
     Attributes:
-        own: folders of the checkpoints that this process has saved here and not given up, if it `is_leader`.
+        own: folders of the checkpoints that this process has saved here and not superseded, if it `is_leader`.
         changed_at_s: when it saved the last of them, or was made, since 1970.
 
     Raises as `RunFolder`.

@@ -26,7 +26,7 @@ def has_room(folder: str, budget_bytes: int | None, own: Collection[str] = ()) -
 
     What the run has given up, and what is durable, is removed for it, the oldest first; before that, what saves have
     left that were killed. So no save may be under way. `own` are the folders of checkpoints that this process has saved
-    and not given up, whatever the record on the disk says of them. Raises OSError.
+    and not superseded, whatever the record on the disk says of them. Raises OSError.
     """
     names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     for name in names:

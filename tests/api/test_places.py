@@ -80,7 +80,7 @@ def test_tables_after_a_change_of_directory(elsewhere: Path, tmp_path: Path) -> 
     os.chdir(elsewhere)
     save.result(60)
     assert (tmp_path / "start" / "run" / "step-1" / "commit.json").exists()
-    tables.save(state_of(2), tmp_path / "start" / "run" / "step-2")  # beside its base
+    tables.save(state_of(2), tmp_path / "start" / "run" / "step-2")  # next to its base
 
 
 def test_writers_readers_and_watchers_after_a_change_of_directory(elsewhere: Path, tmp_path: Path) -> None:

@@ -330,7 +330,8 @@ def test_what_was_given_up_before_going_back_removes_nothing_later(tmp_path: Pat
             "s3://bucket/run", save=1, keep=keeping.last(1), events=[log.append], **more
         ) as manager:
             tier: Any = manager._saves._tier  # type: ignore[attr-defined]
-            look, tier._watch._look = tier._watch._look, lambda: None
+            look = tier._watch._look
+            tier._watch._look = lambda: None
             for step in range(1, last + 1):
                 manager.step(step, state_of(step))
                 log.wait_for("local", step)

@@ -42,7 +42,8 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["http", "https"])
 def open_one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[StrictS3, Store]]:
     """A server, and a store there that has one connection."""
-    context, more = None, {}
+    context = None
+    more = {}
     if request.param == "https":
         context, trusted = certificate(tmp_path)
         context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -208,7 +209,8 @@ def test_a_put_that_a_proxy_answers(server: StrictS3, store: Store) -> None:
 def test_a_commit_record_is_read_back(server: StrictS3, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.consistency.commit._CONFIRM_TIMEOUT_S", 0.5)
     server.requires_checksums = False
-    options, state = server.options, {"w": torch.arange(5.0)}
+    options = server.options
+    state = {"w": torch.arange(5.0)}
 
     def rule(request: Request) -> Action:
         is_commit = request.operation == "PutObject" and request.name.endswith("commit.json")

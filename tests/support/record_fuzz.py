@@ -105,7 +105,8 @@ class HostileRoot:
     """Roots with a base and a checkpoint that refers to it, a signed one, a model, and one of stock PyTorch."""
 
     def __init__(self, top: Path) -> None:
-        self._good, self.scratch = top / "good", top / "scratch"
+        self._good = top / "good"
+        self.scratch = top / "scratch"
         self._good.mkdir(parents=True)
         self.private, self.public = keys(top)
         run = self._good / "run"
@@ -154,7 +155,9 @@ class HostileRoot:
 
     def commands(self, hostile: Hostile) -> dict[str, list[str]]:
         """Return the arguments of every command, for the checkpoint that is hostile, or its root."""
-        place, root, out = str(hostile.place), str(hostile.place.parent), str(self.scratch / "out")
+        place = str(hostile.place)
+        root = str(hostile.place.parent)
+        out = str(self.scratch / "out")
         good = str(self._good / "run" / "step-1")
         is_model = hostile.kind.startswith("model")
         tensor = "w" if is_model else "model.w"
@@ -258,8 +261,11 @@ def _metadata_changed(data: bytes, rng: random.Random) -> bytes:
 
 def _regular_index() -> bytes:
     """Encode an index with a tensor whose chunks are runs."""
-    file, offset, length = ([(0, _ROWS, 0, 1, 0)], [(0, _ROWS, 64, 1, 0)], [(64, _ROWS, 0, 1, 0)])
-    begin, size = [(0, _ROWS, 1, 1, 0)], [(1, _ROWS, 0, 1, 0)]
+    file = [(0, _ROWS, 0, 1, 0)]
+    offset = [(0, _ROWS, 64, 1, 0)]
+    length = [(64, _ROWS, 0, 1, 0)]
+    begin = [(0, _ROWS, 1, 1, 0)]
+    size = [(1, _ROWS, 0, 1, 0)]
     columns = tuple(map(Runs.of, (file, offset, length, begin, size)))
     made = Columns(files=[f"rank-00000/{'c' * 16}-0.distcp"])
     made.entries |= {name: TensorRuns("uint8", (_ROWS,), False, columns) for name in ("a", "b")}
@@ -276,7 +282,8 @@ def _let_commit_fit(place: Path, path: Path) -> None:
     """Let the commit list the new size and checksum of a record."""
     commit = place / "commit.json"
     record = json.loads(unseal_json(commit.read_bytes(), url="", key=""))
-    data, key = path.read_bytes(), path.relative_to(place).as_posix()
+    data = path.read_bytes()
+    key = path.relative_to(place).as_posix()
     for ref in (record["index"], *record["manifests"]):
         if ref["path"] == key:
             ref |= {"size_bytes": len(data), "crc64nvme": f"{crc64nvme(data):016x}"}

@@ -197,7 +197,9 @@ class _Handler(Handler):
                 if isinstance(action, tuple):
                     raise _Refused(*action)
                 if action in ANSWERS:
-                    status, extra, reply = 200, {"etag": '"false"'}, ANSWERS[action]
+                    status = 200
+                    extra = {"etag": '"false"'}
+                    reply = ANSWERS[action]
                 else:
                     status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
                 reply = ERROR if action == "done" else reply

@@ -65,7 +65,8 @@ _MAX_PROCESS_BYTES = 1 << 30
 _RECORDS = int(os.environ.get("FUZZ_RECORDS", "1200"))
 _PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "24"))
 _SEED = os.environ.get("FUZZ_SEED", "0")
-_RECORDS_A_TEST, _PROCESSES_A_TEST = 200, 12
+_RECORDS_A_TEST = 200
+_PROCESSES_A_TEST = 12
 _RAW_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

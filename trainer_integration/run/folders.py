@@ -16,7 +16,8 @@ class Folders:
     """
 
     def __init__(self, ranks: Ranks, history: History) -> None:
-        self._ranks, self._history = ranks, history
+        self._ranks = ranks
+        self._history = history
         self.may_ask = True
         self._resumed_at = math.inf
         self._past: set[int] = set()

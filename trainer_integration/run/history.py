@@ -200,7 +200,9 @@ class History(SharedRecord):
         that storage carried out late, is removed again.
         """
         self._sweep()
-        stay, referred, replaced = {newest}, dict[str, int](), self._replaced()
+        stay = {newest}
+        referred = dict[str, int]()
+        replaced = self._replaced()
         while True:
             failure: CheckpointError | None = None
             with contextlib.ExitStack() as until_noted:
@@ -236,7 +238,8 @@ class History(SharedRecord):
 
         Damaged ones stay.
         """
-        again, found = {checkpoint.step for checkpoint in self.durable()}, set[str]()
+        again = {checkpoint.step for checkpoint in self.durable()}
+        found = set[str]()
         for old in self.given_up():
             if old.step not in again or old.path in self.unusable:
                 continue
