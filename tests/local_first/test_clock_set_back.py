@@ -128,10 +128,10 @@ def test_the_clock_of_a_run_goes_on() -> None:
         clock = RunClock()
         assert clock.now() == 1000.0
         hands.at_s = 400.0
-    hands.passed_s = 10.0
+        hands.passed_s = 10.0
         assert clock.now() == 1010.0
         hands.at_s = 5000.0
-    hands.passed_s = 20.0
+        hands.passed_s = 20.0
         assert clock.now() == 5000.0
         clock.saw(6000.0)
         clock.saw(100.0)
