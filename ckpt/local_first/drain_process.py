@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 STATUS, LOG = "ckpt-drain.json", "ckpt-drain.log"
 _OWNER, _LOCK = ".ckpt-drain.owner", ".ckpt-drain.lock"
 _MAX_LOG_BYTES = 16 << 20
-_MAX_STATUS_BYTES = 64 << 20
+_MAX_STATUS_BYTES = 4 << 20
 _MAX_OWNER_BYTES = 64
 _LOOK_S = 0.3
 _POLL_S = 0.5
@@ -173,11 +173,14 @@ class DrainProcess:
             if process is None:
                 self._start()
                 return None
+            is_idle = now_s - self._needed_s > _IDLE_S
+            if process.poll() is None and not (is_idle or self._rests):
+                return None
             is_needed = has_work(self._folder)
             if is_needed:
                 self._needed_s = now_s
             if process.poll() is None:
-                self._rests = self._rests or now_s - self._needed_s > _IDLE_S
+                self._rests = self._rests or not is_needed
                 if self._rests:
                     self.finish()
                 return None

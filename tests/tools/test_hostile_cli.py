@@ -584,7 +584,9 @@ def test_ids_that_no_save_draws(ours: Path, tmp_path: Path, text: str) -> None:
     """They go into the environment of a command."""
     for number in (1, 2):
         shutil.copytree(ours, tmp_path / f"step-{number}")
-    edit_commit(tmp_path / "step-1", lambda record: record.update(id=text))
+    # Of a young one `watch` awaits what is missing.
+    made = {"id": text, "created_at": "2026-01-01T00:00:00+00:00"}
+    edit_commit(tmp_path / "step-1", lambda record: record.update(made))
     options = ("--once", "--retries", "0", "--on-failure", "continue", "--exec", "echo did {path}")
     ran = run_process("watch", *options, tmp_path)
     assert ("did step-2" in ran.out, "did step-1" in ran.out, "unexpected" in ran.err) == (True, False, False)
