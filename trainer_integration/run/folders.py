@@ -25,7 +25,9 @@ class Folders:
     def path(self, step: int) -> str:
         """Name the folder for a save. All ranks call it."""
         history = self._history
-        if self.may_ask and history.resumed_at != self._resumed_at:
+        if not self.may_ask:
+            return history.path(step)
+        if history.resumed_at != self._resumed_at:
             self._resumed_at = history.resumed_at
             self._past = self._ranks.from_first(lambda: history.steps_after(history.resumed_at))
         is_again = step in self._past
