@@ -66,7 +66,7 @@ def table_save_requests(table: Table, saves: list[TableSave], ranks: int, part_b
     puts, gets = put_requests(saves[-1].nbytes / ranks, part_bytes)
     bases = len(saves) - 1
     of_ranks = Requests(
-        puts=ranks * (float(puts) + 1) + bases, gets=ranks * float(gets) + (bases + 1 if bases else 0)
+        puts=ranks * (float(puts) + 1) + bases, gets=ranks * float(gets) + (4 * bases + 1 if bases else 0)
     )
     return of_ranks + record_requests(entries.index_bytes, entries.stock_bytes, part_bytes)
 
