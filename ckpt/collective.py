@@ -124,12 +124,14 @@ def prepare_save(
             writer.described = described
         values = ranks.together(call, finish)
         if isinstance(writer, ReferringWriter):
-            writer.unite(values, ranks)
-        if isinstance(writer, ReferringWriter) and writer.wants_base:
             referring = writer
-            referring.open_base(ranks)
-            if copy:
-                values = ranks.together(call, lambda: stager.stage_but(values, referring.unstaged(values)))
+            referring.unite(values, ranks)
+            if referring.wants_base:
+                referring.open_base(ranks)
+                if copy:
+                    values = ranks.together(
+                        call, lambda: stager.stage_but(values, referring.unstaged(values))
+                    )
         stack.pop_all()
         return writer, values
 

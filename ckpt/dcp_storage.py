@@ -66,9 +66,8 @@ class DcpStorage:
             store.close()
 
     def make_folder(self) -> None:
-        """Make the folder of a save that begins, where storage has folders; errors are left to the save."""
-        with contextlib.suppress(CheckpointError):
-            self._store.prepare("")
+        """Make the folder of a save that begins, where storage has folders. Raises StorageError."""
+        self._store.prepare("")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -101,7 +100,8 @@ class DcpStorage:
     def _open(self, url: str | os.PathLike[str]) -> None:
         text = normal_url(url)
         store = open_store(text, self._storage_options, threads=self._threads)
-        self._url, self._store = text, self._guarded(store)
+        self._url = text
+        self._store = self._guarded(store)
         self._files_per_rank = settings_for(text).files_per_rank
 
     def _wait_for_turn(self) -> None:

@@ -21,7 +21,7 @@ def main() -> None:
         dcp_to_torch_save(sys.argv[1], file.name)
         state = torch.load(file.name, weights_only=True)
     assert "ckpt" not in sys.modules, "this must be stock PyTorch alone"
-    state.pop("ckpt_structure")  # the notes that ckpt.save adds are no part of the trainer's state
+    state.pop("ckpt_structure", None)  # the notes that ckpt.save adds are no part of the trainer's state
     print(json.dumps(digest(state)))
 
 

@@ -287,7 +287,8 @@ class CheckpointManager:
             return True
 
     def _settle(self) -> None:
-        if (failure := self._saves.settle(self._decisions.patience_s())) and self._on_failure == "raise":
+        failure = self._saves.settle(self._decisions.patience_s())
+        if failure is not None and self._on_failure == "raise":
             raise failure
 
     def _made(self, state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool) -> dict[str, Any]:

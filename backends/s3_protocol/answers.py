@@ -24,7 +24,8 @@ def refuse_foreign(operation: str, reply: Any, parsed: dict[str, Any]) -> None:
     status = about.get("HTTPStatusCode", reply.status_code)
     if not 100 <= status < 300 or operation in _STREAMED:
         return
-    code, problem = str(_FOREIGN_STATUS), ""
+    code = str(_FOREIGN_STATUS)
+    problem = ""
     if status < 200:
         problem = f"{status} is no final answer"
     elif _ERROR.match(reply.content):

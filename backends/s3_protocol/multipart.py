@@ -32,7 +32,8 @@ def put_in_parts(
 ) -> int:
     """Put an object in parts; return the bytes that were there, of an upload that `note` remembers.
 
-    `holds` compares the object at `key` with `body`: whether a completion that got no answer happened. On any failure the upload is aborted; with a `note` only on one that does not pass by itself.
+    `holds` compares the object at `key` with `body`: whether a completion that got no answer happened. On any failure the
+    upload is aborted; with a `note` only on one that does not pass by itself.
 
     Raises:
         IntegrityError: the store kept another number of bytes.
@@ -94,12 +95,13 @@ def begin_upload(s3: S3Requests, key: str, *, checksums: bool) -> str:
 def _abort_twins(s3: S3Requests, key: str, upload_id: str, began_s: float) -> None:
     """Abort uploads of `key` but `upload_id` that were begun since `began_s`, and whose replies were lost.
 
-    The server's clock dates the uploads and its reply. Between the two it has gone on by no more than ours has from
+    The server's clock dates the uploads and its reply. Between the two it has advanced by no more than ours has from
     `began_s` to the coming of the reply, however slow any of it was. An older upload is another client's.
     """
     with contextlib.suppress(StorageError):
         for page in s3.upload_pages(key):
-            now, passed_s = _server_time(page), time.monotonic() - began_s
+            now = _server_time(page)
+            passed_s = time.monotonic() - began_s
             if now is None:
                 return
             since = now - timedelta(seconds=passed_s + 2)  # both times are whole seconds

@@ -12,7 +12,7 @@ from typing import Any
 _logger = logging.getLogger(__name__)
 
 _MOST_INTERIM = 100
-"""Interim replies (1xx) before the one that counts. No server has reason to send so many."""
+"""Interim replies (1xx) before the one that counts. No server has reason to send more."""
 
 
 class Reply(HTTPResponse):
@@ -24,7 +24,8 @@ class Reply(HTTPResponse):
     def __init__(self, sock: Any, *arguments: Any, status_tuple: Any = None, **more: Any) -> None:
         """`status_tuple` is a status line that was read before, as the SDK does after `Expect: 100-continue`."""
         super().__init__(sock, *arguments, **more)
-        self._socket, self._status_tuple = sock, status_tuple
+        self._socket = sock
+        self._status_tuple = status_tuple
 
     def _read_status(self) -> tuple[str, int, str]:
         for _ in range(_MOST_INTERIM):

@@ -98,8 +98,11 @@ def with_known(
     for part, content in parts.items():
         known = None if before is None else before.parts.get(part)
         if known is not None and known.names == content.names:
-            worst = max(known.not_finite, content.not_finite), max(known.infinite, content.infinite)
-            content = replace(content, not_finite=worst[0], infinite=worst[1])
+            content = replace(
+                content,
+                not_finite=max(known.not_finite, content.not_finite),
+                infinite=max(known.infinite, content.infinite),
+            )
         if known is not None and known.names == content.names and refers:
             content = replace(content, counters=known_counters(known.counters) | content.counters)
         merged[part] = content
@@ -151,9 +154,8 @@ def _values_of(
         what = "NaN or infinity" if part.startswith(OPTIMIZER_PREFIX) else "NaN"
         text = f"{what} in {_counted(now.not_finite)} of {_named(part)}, none before: {_some(names)}"
         yield Finding("not_finite", text, rank, tuple(names))
-    if now.infinite and not (
-        known.infinite or known.not_finite
-    ):  # records of older versions have both in one
+    # Records of older versions count infinities in `not_finite`.
+    if now.infinite and not known.infinite and not known.not_finite:
         names, rank = _names({rank: each.infinite_names for rank, each in seen.items()})
         text = f"infinity in {_counted(now.infinite)} of {_named(part)}, none before: {_some(names)}"
         yield Finding("not_finite", text, rank, tuple(names), often_meant=True)

@@ -20,7 +20,8 @@ BEGINNING_BYTES = 64
 
 _MAYBE_ZERO = b"\0\x80"  # the bytes of which zeros are made
 _TURNS = 1 << 31
-INFINITY, NAN = 1, 2
+INFINITY = 1
+NAN = 2
 """Faults of windows and tensors, the worse one higher; 0 is none."""
 
 _GATHERED_BYTES = 256 << 10
@@ -129,7 +130,9 @@ class Samples:
         is_empty: bytearray,
     ) -> None:
         """Of a small tensor `small_bytes` are seen, and of each 256 or 512 KiB of a larger one 2 KiB."""
-        self.kind, self._faults, self.is_empty = kind, faults, is_empty
+        self.kind = kind
+        self._faults = faults
+        self.is_empty = is_empty
         begins = np.array(starts, dtype=np.int64)[numbers]
         ends = np.array(stops, dtype=np.int64)[numbers]
         sizes = ends - begins

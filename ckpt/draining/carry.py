@@ -253,7 +253,8 @@ class Carrier:
 
 def files_of(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:
     """List the data files of a manifest; they lie beside it, under names that this library gives. Raises FormatError."""
-    stem, files = ref.stem, []
+    stem = ref.stem
+    files = []
     for file in manifest.files:
         name = ObjectName.parse(file.path)
         if name is None or not name.is_data or name.stem != stem:

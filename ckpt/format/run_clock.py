@@ -11,13 +11,14 @@ from ckpt.consistency import environment
 class RunClock:
     """A clock for one run in one process; from any thread.
 
-    It is this machine's, unless that has been set back, or is behind a time that the run has seen: then it goes on from
-    there, as fast as time passes.
+    It is this machine's, unless that has been set back, or is behind a time that the run has seen: then it continues
+    from there, as fast as time passes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last_s, self._read_at_s = -math.inf, environment.monotonic()
+        self._last_s = -math.inf
+        self._read_at_s = environment.monotonic()
 
     def now(self) -> float:
         """Return seconds since 1970, not fewer than ever before."""

@@ -39,7 +39,7 @@ def check_not_saved_over(store: Store, commit: StoredCommit) -> None:
 
 
 def _ends(store: Store) -> bytes:
-    """Read `.metadata`, of a large one the first and last MiB: names of files are in its second half."""
+    """Read `.metadata`, of a large one the first and last 4 MiB: names of files are in its second half."""
     size_bytes = store.stat(STOCK_METADATA_KEY).size_bytes
     head = bytearray(min(size_bytes, _END_BYTES))
     tail = bytearray(min(size_bytes - len(head), _END_BYTES))

@@ -169,7 +169,8 @@ class DrainProcess:
     def look(self) -> str | None:
         """Start it if it does not run and is needed; end it if it is not. Return why it had ended, when that is news."""
         with self._lock:
-            process, now_s = self._process, time.monotonic()
+            process = self._process
+            now_s = time.monotonic()
             if process is None:
                 self._start()
                 return None

@@ -35,7 +35,8 @@ def has_room(folder: str, budget_bytes: int | None, own: Collection[str] = ()) -
                 collect_garbage(os.path.join(folder, name), grace_s=0.0, depth=0)
     sizes = {name: _size_bytes(os.path.join(folder, name)) for name in sorted(names)}
     needed = int(max(sizes.values(), default=0) * _MARGIN)
-    states, given_up = current_status(folder), _given_up(folder).difference(own)
+    states = current_status(folder)
+    given_up = _given_up(folder).difference(own)
     spare = [path for path in sizes if path in states and states[path].state == "durable"]
     spare = [path for path in sizes if path in given_up] + spare
     while needed > _free_bytes(folder, budget_bytes, sum(sizes.values())):

@@ -130,7 +130,7 @@ def stored(model: Model, layout: Layout, *, threads: int) -> Stored:
 
 
 COMMIT_STEPS = 9
-"""Requests of a save that follow one another: two looks, a manifest, index, look, commit, look, `.metadata`, look."""
+"""Requests of a save that are made in sequence: two looks, a manifest, index, look, commit, look, `.metadata`, look."""
 
 OPEN_STEPS = 5
 """Of a load: commit record, size and seal of `.metadata`, index, manifest. Those of more than 1 MiB take two requests."""

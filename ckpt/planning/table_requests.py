@@ -60,7 +60,8 @@ def table_bytes(table: Table, saves: list[TableSave], ranks: int) -> float:
 def table_save_requests(table: Table, saves: list[TableSave], ranks: int, part_bytes: int) -> Requests:
     """Count the requests of the last of `saves`, the generations of a chain.
 
-    Each checkpoint that it refers to gets a pin, and is looked at before the commit.
+    Each checkpoint that it refers to gets a pin, and is looked at before the commit: its record, and of a data file the
+    manifest, the size and one block.
     """
     entries = table_entries(table, saves, ranks)
     puts, gets = put_requests(saves[-1].nbytes / ranks, part_bytes)

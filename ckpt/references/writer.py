@@ -103,7 +103,7 @@ class ReferringWriter(CheckpointWriter):
             except UNFIT as error:
                 if self._request.required:
                     raise
-                _logger.warning("everything is saved anew: %s", error)
+                _logger.warning("everything is saved again: %s", error)
                 return None
 
         ranks.progress.wait_for("rank 0 to open the base")
@@ -158,7 +158,7 @@ class ReferringWriter(CheckpointWriter):
         gone = next((failure for failure in failures if isinstance(failure, BaseGone)), None)
         if gone is None or self._request.required or not all(isinstance(each, BaseGone) for each in failures):
             return False
-        _logger.warning("everything is saved anew: %s of %s is gone, or damaged", gone.key, gone.url)
+        _logger.warning("everything is saved again: %s of %s is gone, or damaged", gone.key, gone.url)
         self._let_go()
         return True
 

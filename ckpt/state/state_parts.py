@@ -89,15 +89,18 @@ def part_of(name: str, value: Any, holder: dict[str, Any]) -> Part:
 def with_members(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state dict with the members of lists and dicts of objects with state as parts, `schedulers.0`."""
     members: dict[str, Any] = {}
-    for name, value in state_dict.items():
+
+    def add(name: str, value: Any) -> None:
         if _are_parts(value):
-            keys = value if isinstance(value, Mapping) else range(len(value))
-            named = {f"{name}.{key}": value[key] for key in keys}
-            if taken := sorted(named.keys() & state_dict.keys()):
-                raise ConfigurationError(f"two parts have the name {taken[0]!r}: rename one of them")
-            members |= with_members(named)
+            for key in value if isinstance(value, Mapping) else range(len(value)):
+                add(f"{name}.{key}", value[key])
+        elif name in members:
+            raise ConfigurationError(f"two parts have the name {name!r}: rename one of them")
         else:
             members[name] = value
+
+    for name, value in state_dict.items():
+        add(name, value)
     return members
 
 

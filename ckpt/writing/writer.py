@@ -123,7 +123,8 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     Raises ConfigurationError if an argument is wrong.
     """
 
-    takes_columns = True  # a plan may say less than DCP's: which items to write, and no more
+    takes_columns = True
+    """Whether a plan may say less than DCP's: which items to write, and no more."""
 
     stamp = NO_STAMP  # of the run that it saves for
     trusted_objects: Collection[str] = ()  # names of which no warning is needed
@@ -183,9 +184,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self.progress.begin("planning")
         if is_coordinator:
             replace_plan_validation(quick_validation)
-            # Together with what went before, less than it takes the other ranks to give this one up.
-            confirm_s = math.inf if self._limit_s is None else self._limit_s / 8
-            self._coordinator = Coordinator(self._store, self._objects, confirm_s)
+            self._coordinator = Coordinator(self._store, self._objects, _confirm_s(self._limit_s))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with self._errors_named():
@@ -391,6 +390,11 @@ def _put_pickled(
         objects_bytes += entry.length
     refused.warn()
     return objects
+
+
+def _confirm_s(limit_s: float | None) -> float:
+    """Return how long to look for a commit: with all before it, less than the other ranks wait for this one."""
+    return math.inf if limit_s is None else limit_s / 8
 
 
 def described_options(options: Mapping[str, Any]) -> str:

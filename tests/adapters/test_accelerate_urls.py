@@ -43,7 +43,8 @@ assert os.path.isdir("s3:")
 @pytest.mark.xdist_group("huggingface")
 @pytest.mark.parametrize("order", ["installed first", "imported first"])
 def test_urls_are_refused_after_install(order: str, tmp_path: Path) -> None:
-    program, folder = tmp_path / "program.py", tmp_path / "folder"
+    program = tmp_path / "program.py"
+    folder = tmp_path / "folder"
     program.write_text(PROGRAM)
     folder.mkdir()
     run("huggingface", str(program), order, folder=folder)

@@ -23,7 +23,8 @@ from ckpt.trainer_integration.token_files import TokenFiles, write_token_file
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Begin in the folder `start`; the other one has to stay empty."""
-    start, other = tmp_path / "start", tmp_path / "other"
+    start = tmp_path / "start"
+    other = tmp_path / "other"
     start.mkdir()
     other.mkdir()
     monkeypatch.chdir(start)

@@ -62,7 +62,8 @@ with open(f"{root}/{rank}.json", "w") as file:
 
 
 def test_saves_of_torchrun_without_a_process_group(tmp_path: Path) -> None:
-    program, root = tmp_path / "program.py", tmp_path / "root"
+    program = tmp_path / "program.py"
+    root = tmp_path / "root"
     program.write_text(PROGRAM)
     root.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -43,26 +43,23 @@ PROGRAMS = {
         os.mkdir(root)
         assert ckpt.doctor(root, second_client=True).second == "another process"
         """,
-    "spawn": """
+}
+PROGRAMS |= {
+    method: f"""
         child_processes.isolate_children()
-        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=[0])
+        process = multiprocessing.get_context({method!r}).Process(target=time.sleep, args=[0])
         process.start()
         process.join()
         assert process.exitcode == 0
-        """,
-    "forkserver": """
-        child_processes.isolate_children()
-        process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=[0])
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-        """,
+        """
+    for method in ("spawn", "forkserver")
 }
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS])
 def test_nothing_of_the_working_directory_is_run(tmp_path: Path, program: str) -> None:
-    evil, elsewhere = tmp_path / "evil", tmp_path / "elsewhere"
+    evil = tmp_path / "evil"
+    elsewhere = tmp_path / "elsewhere"
     evil.mkdir()
     elsewhere.mkdir()
     for name in MODULES:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.hostile import HOSTILE, change_places, fields_of
+from support.hostile import HOSTILE, change_places, cut_bytes, fields_of
 from support.states import random_tensor
 from support.tiers import examples
 
@@ -147,12 +147,7 @@ def test_bytes(records: dict[str, bytes], kind: str) -> None:
             raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(raw))] * 2)))
         cut = data.draw(st.sampled_from(["nothing", "end", "middle", "double"]))
-        if cut == "end":
-            del raw[start:]
-        elif cut == "middle":
-            del raw[start:stop]
-        elif cut == "double":
-            raw[stop:stop] = raw[start:stop]
+        cut_bytes(raw, cut, start, stop)
         check(kind, sealed(bytes(raw)) if seal and is_sealed else bytes(raw))
 
     change()

@@ -61,10 +61,12 @@ def made_at(folder: Path) -> str:
 
 @pytest.mark.parametrize("seen", ["in this process", "on the node", "in the root"])
 def test_a_place_that_is_saved_again(seen: str, tmp_path: Path, clock: SetClock) -> None:
-    url, local = tmp_path / "run" / "step-1", tmp_path / "local"
+    url = tmp_path / "run" / "step-1"
+    local = tmp_path / "local"
     given: dict[str, Any] = {"local": local, "no_dist": True}
     ckpt.async_save(state(1.0), url, **given).result(60)
-    first, clock.ahead_s = made_at(url), -HOUR_S
+    first = made_at(url)
+    clock.ahead_s = -HOUR_S
     if seen != "in this process":
         calls._clocks.clear()  # as another process begins
     if seen == "in the root":
@@ -113,7 +115,8 @@ def test_a_rule_by_age_goes_by_the_time_of_the_run(tmp_path: Path, clock: SetClo
 class Hands(Environment):
     """A clock and a watch, both set by hand."""
 
-    at_s, passed_s = 1000.0, 0.0
+    at_s = 1000.0
+    passed_s = 0.0
 
     def now(self) -> float:
         return self.at_s

@@ -316,10 +316,10 @@ def test_going_back_gives_up_what_is_local_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [3, 4])
-def test_what_was_given_up_before_going_back_removes_nothing_later(tmp_path: Path, last: int) -> None:
-    """Step 2 is given up while the root gives no answer; the run goes back, and saves it again.
+def test_what_was_dropped_before_going_back_removes_nothing_later(tmp_path: Path, last: int) -> None:
+    """Step 2 is dropped while the root gives no answer; the run goes back, and saves it again.
 
-    After step 3 it is to be given up with the next save; after step 4 its files are to be removed.
+    After step 3 it is to be dropped with the next save; after step 4 its files are to be removed.
     """
     with dead_store() as (_, options, dead):
         dead.set()
@@ -645,7 +645,7 @@ def test_a_process_without_work_ends_and_starts_again(
             assert manager.wait_durable(PATIENCE_S) == step
             deadline_s = time.monotonic() + PATIENCE_S
             while not process.ended():
-                assert time.monotonic() < deadline_s, "the process goes on"
+                assert time.monotonic() < deadline_s, "the process still runs"
                 time.sleep(0.05)
     assert log.steps("durable") == [1, 2]
     assert log.steps("drain_failed") == []

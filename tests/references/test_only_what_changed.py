@@ -313,7 +313,7 @@ def test_a_base_that_need_not_be_there(run: Path, caplog: pytest.LogCaptureFixtu
     request: Any = References(str(run / "none"), Patterns(["model.*"]), required=False)
     with caplog.at_level(logging.WARNING):
         ckpt.save(lora_state(1), run / "step-1", base=request)
-    assert "everything is saved anew" in caplog.text
+    assert "everything is saved again" in caplog.text
     record = record_of(run / "step-1")
     assert record.is_referable
     assert record.owners == {}

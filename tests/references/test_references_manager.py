@@ -83,7 +83,7 @@ def test_a_base_that_is_gone_or_unfit_is_done_without(
         with caplog.at_level(logging.WARNING):
             manager.step(2, state_at(2), rng=False)
             manager.wait_durable()
-    assert caplog.text.count("everything is saved anew") == 1
+    assert caplog.text.count("everything is saved again") == 1
     assert owners(tmp_path, 2) == set()
     with ckpt.CheckpointManager(tmp_path, save=1, preflight=False) as manager:  # without references
         manager.step(3, state_at(3), rng=False)
@@ -121,7 +121,7 @@ def test_a_restored_link_to_another_folder_is_no_base(
     with caplog.at_level(logging.WARNING), manager_of(tmp_path / "second") as manager:
         assert manager.restore(state_at(0), step=1, rng=False) is not None
         manager.step(2, state_at(2), rng=False)
-    assert "everything is saved anew" in caplog.text
+    assert "everything is saved again" in caplog.text
     assert owners(tmp_path / "second", 2) == set()
 
 
@@ -171,7 +171,7 @@ def test_data_of_the_base_that_is_lost_is_saved_again(
         _lose(tmp_path, 1, how)
         for step in (2, 3):
             manager.step(step, state_at(step), rng=False)
-    assert caplog.text.count("everything is saved anew") == 1
+    assert caplog.text.count("everything is saved again") == 1
     assert [owners(tmp_path, step) for step in (2, 3)] == [set(), {"step-00000002"}]
     for step in (2, 3):
         _loads(tmp_path, step)

@@ -21,6 +21,16 @@ HOSTILE: st.SearchStrategy[Any] = st.one_of(
 )
 
 
+def cut_bytes(raw: bytearray, cut: str, start: int, stop: int) -> None:
+    """Cut bytes off at `start` ("end"), or take out ("middle") or repeat ("double") those from there to `stop`."""
+    if cut == "end":
+        del raw[start:]
+    elif cut == "middle":
+        del raw[start:stop]
+    elif cut == "double":
+        raw[stop:stop] = raw[start:stop]
+
+
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the places in nested lists and dicts."""
     yield path

@@ -34,7 +34,7 @@ from ckpt.format.runs import Runs, TensorRuns
 from ckpt.scrubbing.scrub_record import read_scrub
 from ckpt.stock.metadata_reader import decode_metadata
 from support.commands import edit_commit
-from support.hostile import VALUES, fields_of, leaves
+from support.hostile import VALUES, cut_bytes, fields_of, leaves
 from support.signing import keys
 from support.states import random_tensor
 
@@ -236,12 +236,7 @@ def _bytes_changed(data: bytes, rng: random.Random) -> bytes:
         raw[rng.randrange(len(raw))] = rng.randrange(256)
     start, stop = sorted(rng.randrange(len(raw)) for _ in range(2))
     cut = rng.choice(["nothing", "nothing", "end", "middle", "double"])
-    if cut == "end":
-        del raw[start:]
-    elif cut == "middle":
-        del raw[start:stop]
-    elif cut == "double":
-        raw[stop:stop] = raw[start:stop]
+    cut_bytes(raw, cut, start, stop)
     try:
         return seal_json(bytes(raw)) if is_sealed else bytes(raw)
     except ValueError:

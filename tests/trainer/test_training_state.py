@@ -374,8 +374,15 @@ def test_members_of_lists_and_dicts_are_parts(way: str, tmp_path: Path) -> None:
 
 def test_a_member_and_a_part_of_one_name_are_refused(tmp_path: Path) -> None:
     state = _net_with_two_optimizers(0)
-    with pytest.raises(ConfigurationError, match=r"two parts have the name 'optimizers\.0'"):
-        ckpt.save({**state, "optimizers.0": torch.ones(1)}, tmp_path / "one", no_dist=True)
+    (optimizer, _) = state["optimizers"]
+    for given, name in (
+        ({"o": [optimizer]}, "o.0"),
+        ({"o": [[optimizer]]}, "o.0.0"),
+        ({"o": {1: optimizer}}, "o.1"),
+    ):
+        for both in ({**given, name: torch.ones(1)}, {name: torch.ones(1), **given}):
+            with pytest.raises(ConfigurationError, match=f"two parts have the name '{name}'"):
+                ckpt.save(both, tmp_path / "one", no_dist=True)
 
 
 def test_an_optimizer_that_has_not_stepped_is_not_stepped(tmp_path: Path) -> None:

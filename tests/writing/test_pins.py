@@ -236,7 +236,7 @@ def test_a_save_that_stalls_pins_and_looks_again(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_hostile_pin_is_refused(fields: dict[str, object]) -> None:
     plain = {"referrer": "../b", "id": "0" * 16, "manifests": [], **fields}
-    with pytest.raises(FormatError, match="not a pin"):
+    with pytest.raises(FormatError, match=r"impossible|matching regex"):
         decode_pin(encode_pin(PinRecord(**plain)), url="", key="")  # type: ignore[arg-type]
     with pytest.raises(IntegrityError):
         decode_pin(b"{}", url="", key="")

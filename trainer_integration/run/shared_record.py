@@ -53,7 +53,8 @@ class SharedRecord:
         self._known: RunRecord | None = None
         self._changes: list[Change] = []  # that storage has not shown yet
         self._has_failed = False
-        self._started_s, self.resumed_at = time.time(), math.inf
+        self._started_s = time.time()
+        self.resumed_at = math.inf
         self._durable_at_s: float | None = None
         self._own: dict[str, RunCheckpoint] = {}
         self._found: dict[str, RunCheckpoint] = {}

@@ -78,7 +78,8 @@ class Tier(NodeTier):
             self._watch.wait_looked(until_s)
 
     def _look(self, when_durable: WhenDurable, tell: Tell) -> None:
-        unwanted, self._unwanted = self._unwanted, []
+        unwanted = self._unwanted
+        self._unwanted = []
         for path, commit_id in unwanted:
             self.remove_near(path, commit_id)
         if self._process is not None and (self.is_local or _has_folders(self.folder.path)):

@@ -106,7 +106,8 @@ class PrometheusTextfile:
 
     def __init__(self, path: str | os.PathLike[str], labels: Mapping[str, str] | None = None) -> None:
         self._path = os.path.abspath(path)
-        self._figures, self._lock = _Figures(), threading.Lock()
+        self._figures = _Figures()
+        self._lock = threading.Lock()
         if not self._path.endswith(".prom"):
             raise ConfigurationError(f"{self._path}: the textfile collector reads files named *.prom alone")
         folder = os.path.dirname(self._path)
