@@ -265,8 +265,7 @@ class CheckpointManager:
                 failure = self._saves.close()
         finally:
             self._decisions.close()
-        if failure is not None and self._on_failure == "raise":
-            raise failure
+        _raise(failure, self._on_failure)
 
     def __enter__(self) -> Self:
         return self
@@ -288,8 +287,7 @@ class CheckpointManager:
 
     def _settle(self) -> None:
         failure = self._saves.settle(self._decisions.patience_s())
-        if failure is not None and self._on_failure == "raise":
-            raise failure
+        _raise(failure, self._on_failure)
 
     def _made(self, state: Mapping[str, Any] | None, parts: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         """Make the state dict; the root is checked once that its size is known."""
@@ -302,6 +300,12 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError("this CheckpointManager is closed; make a new one")
+
+
+def _raise(failure: BaseException | None, on_failure: str) -> None:
+    """Raise the failure of a save, if there is one and `on_failure` wants it."""
+    if failure is not None and on_failure == "raise":
+        raise failure
 
 
 def _with_strict(options: LoadOptions | None, strict: bool | None) -> LoadOptions:

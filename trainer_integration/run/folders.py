@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 
+from ckpt.backends.registry import open_store
+from ckpt.errors import CheckpointError
+from ckpt.format.records import read_commit
 from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.run.history import History
+from ckpt.writing.pins import is_referred
+
+_logger = logging.getLogger(__name__)
 
 
 class Folders:
@@ -29,9 +37,27 @@ class Folders:
             return history.path(step)
         if history.resumed_at != self._resumed_at:
             self._resumed_at = history.resumed_at
-            self._past = self._ranks.from_first(lambda: history.steps_after(history.resumed_at))
+            self._past = self._ranks.from_first(self._later_steps)
         is_again = step in self._past
         self._past.add(step)
         if is_again:
-            history.named |= self._ranks.from_first(lambda: history.named_at(step))
+            history.named |= self._ranks.from_first(lambda: self._named_at(step))
         return history.path(step)
+
+    def _later_steps(self) -> set[int]:
+        """List the steps after the one that was resumed of which a checkpoint may exist, also a superseded one."""
+        return {number for number in self._history.steps().values() if number > self._resumed_at}
+
+    def _named_at(self, step: int) -> set[str]:
+        """List the folders of a step whose bytes other checkpoints name; none if storage does not answer."""
+        history = self._history
+        found: set[str] = set()
+        try:
+            for path in (path for path, number in history.steps().items() if number == step):
+                with contextlib.closing(open_store(history.url(path), history.storage_options)) as store:
+                    commit = read_commit(store)
+                    if commit is not None and is_referred(store, commit):
+                        found.add(path)
+        except CheckpointError as error:
+            _logger.warning("which checkpoints name bytes of step %d is not known: %s", step, error)
+        return found

@@ -31,7 +31,6 @@ from ckpt.tools.remove import remove, remove_within
 from ckpt.trainer_integration.keeping import Best, KeepRule
 from ckpt.trainer_integration.run.shared_record import SharedRecord
 from ckpt.words import OLD_VERSIONS
-from ckpt.writing.pins import is_referred
 
 _logger = logging.getLogger(__name__)
 
@@ -78,26 +77,8 @@ class History(SharedRecord):
         """List steps and folders in which a checkpoint may be, the newest first."""
         return newest_first(self._folders(), self._record())
 
-    def steps_after(self, step: float) -> set[int]:
-        """List the later steps of which a checkpoint may exist, also a superseded one; none if storage does not answer."""
-        return {number for number in self._steps().values() if number > step}
-
-    def named_at(self, step: int) -> set[str]:
-        """List the folders of a step whose bytes other checkpoints name; none if storage does not answer."""
-        paths = [path for path, number in self._steps().items() if number == step]
-        found: set[str] = set()
-        try:
-            for path in paths:
-                with contextlib.closing(open_store(self.url(path), self.storage_options)) as store:
-                    commit = read_commit(store)
-                    if commit is not None and is_referred(store, commit):
-                        found.add(path)
-        except CheckpointError as error:
-            _logger.warning("which checkpoints name bytes of step %d is not known: %s", step, error)
-        return found
-
-    def _steps(self) -> dict[str, int]:
-        """Return the steps by folder, also of superseded checkpoints."""
+    def steps(self) -> dict[str, int]:
+        """Return the steps by folder, also of superseded checkpoints; none if storage does not answer."""
         try:
             return steps_by_folder(self._folders(), self._record())
         except CheckpointError as error:  # the save that follows meets it too

@@ -291,9 +291,7 @@ class Saves:
     def _retire(self, keep: KeepRule, newest: RunCheckpoint) -> None:
         for checkpoint, failure in self.history.retire(keep, newest.path):
             if failure is None:
-                url = self.history.shown(checkpoint.path)
-                reason = "it was saved again" if checkpoint.superseded else "no rule keeps it"
-                self.tell("removed", checkpoint.step, reason, url)
+                self.tell("removed", checkpoint.step, _why(checkpoint), self.history.shown(checkpoint.path))
             else:
                 self.tell("not_removed", checkpoint.step, str(failure))
         self._kept.pop(newest.step, None)  # saved anew, after going back
@@ -307,6 +305,10 @@ class Saves:
         if text and text != self._unmeasured:  # once
             self.tell("unmeasured", newest.step, text)
         self._unmeasured = text
+
+
+def _why(removed: RunCheckpoint) -> str:
+    return "it was saved again" if removed.superseded else "no rule keeps it"
 
 
 def leaves_out(saves: Saves, ranks: Ranks, step: int, on_busy: OnBusy, settle: Callable[[], None]) -> bool:

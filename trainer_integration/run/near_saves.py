@@ -66,17 +66,9 @@ class NearSaves(Saves):
         """Find the newest of the durable place, if that answers, and of the nodes, if it is of this run."""
 
         def durable() -> tuple[tuple[int, str] | None, bool, str]:
-            try:
-                newest = self._newest_durable.answer()
-                is_known = True
-            except StorageUnavailable as error:
-                if not self.steps:
-                    _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
-                newest = None
-                is_known = False
-            return newest, is_known, self.history.run
+            return *_answer(self._newest_durable, warns=not self.steps), self.history.run
 
-        (newest, is_known, run) = self._ranks.from_first(durable)
+        newest, is_known, run = self._ranks.from_first(durable)
         near = self._tier.history
         found = [] if newest is None else [(newest[0], self.history.shown(newest[1]))]
         if self._tier.is_leader and (not run or near.stored_run() in ("", run)):
@@ -311,6 +303,16 @@ class _Question(Generic[T]):
         except CheckpointError:
             self._asked = Asked(self._ask)  # for the next save
             raise
+
+
+def _answer(question: _Question[T], *, warns: bool) -> tuple[T | None, bool]:
+    """Return what the durable place says of its newest checkpoint, and whether it says anything."""
+    try:
+        return question.answer(), True
+    except StorageUnavailable as error:
+        if warns:
+            _logger.warning("whether the durable place holds checkpoints is not known: %s", error)
+        return None, False
 
 
 def saves_for(
