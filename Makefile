@@ -36,8 +36,9 @@ test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, or with mo
 
 # 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;
 # and all of Hypothesis's examples, of which the other tiers draw a twentieth.
-test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples.
-	HYPOTHESIS_PROFILE=full $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(LONG)'
+SHARD ?= 1/1
+test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples (SHARD=1/3: a third).
+	HYPOTHESIS_PROFILE=full SHARD=$(SHARD) $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(LONG)'
 
 # Tests of one system share its server, so one worker runs them all (loadgroup, which does not survive a crash).
 INSTALL ?= tests/integration/install.sh

@@ -20,7 +20,7 @@ from support.ranks import fork_from_here
 from support.saves import Place
 from support.servers import IamServer, S3Server, iam_server, moto_server
 from support.strict_s3 import StrictS3, strict_s3
-from support.tiers import load_profile, mark_tiers
+from support.tiers import in_shard, load_profile, mark_tiers
 
 load_profile()  # before the test modules, which ask it how many examples they draw
 gc.disable()  # until all is imported: that makes many objects, and no garbage
@@ -89,6 +89,7 @@ def _no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_tiers(items)
+    items[:] = in_shard(items, os.environ.get("SHARD", "1/1"))
 
 
 def pytest_collection_finish() -> None:

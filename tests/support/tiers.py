@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -36,6 +37,17 @@ def load_profile() -> None:
 def examples(count: int) -> int:
     """Scale the number of examples to the profile: all in `full`, a twentieth (at least 5) in `fast`."""
     return min(count, max(5, count * settings().max_examples // 100))
+
+
+def in_shard(items: Iterable[pytest.Item], shard: str) -> list[pytest.Item]:
+    """Return the tests of a shard: "2/3" is the second third, by the checksum of a test's name.
+
+    Raises ValueError for any other text.
+    """
+    number, _, count = shard.partition("/")
+    if not 1 <= int(number) <= int(count):
+        raise ValueError(f"SHARD is {shard!r}; write it as NUMBER/COUNT, from 1/COUNT to COUNT/COUNT")
+    return [item for item in items if zlib.crc32(item.nodeid.encode()) % int(count) == int(number) - 1]
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:
