@@ -194,11 +194,17 @@ def _save_once(
     except Exception as error:
         rank = ranks.rank
         message, failures = lost("save", ranks, error)
+        if writer.has_failed_to_write:
+            writer.discard()
         why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
         why += ", before it heard whether the save was committed; try to load it to find out"
         unknown = CommitUnknown(why, url=writer.checkpoint_id, rank=rank)
         message += "; whether it was committed is not known here, try to load it to find out"
         raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
+    except BaseException:  # an interrupt of this rank
+        if writer.has_failed_to_write:
+            writer.discard()
+        raise
 
 
 def save_copy(

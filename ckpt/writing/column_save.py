@@ -132,7 +132,7 @@ def _write(
         nonlocal replicas
         replicas = find_replicas()
         plan = planner.finish_plan(SavePlan(agreed.items))
-        (result,) = writer.write_data(plan, planner).value()
+        (result,) = writer.write_items(plan, planner)
         receipt = result.storage_data
         assert isinstance(receipt, RankReceipt)
         return receipt if replicas is None else _with_replicas(receipt, replicas)
@@ -140,7 +140,12 @@ def _write(
     receipt, failure = attempts.run(write)
     report = failure or receipt
     assert report is not None
-    receipts = gather_receipts(first_rank, report, LAYOUTS)
+    try:
+        receipts = gather_receipts(first_rank, report, LAYOUTS)
+    except Exception as lost_contact:
+        if failure is None:
+            raise
+        raise failure from lost_contact  # the others hear it in the roll call
     committed: Metadata | None = None
     failures: Mapping[int, CheckpointError] = {}
     if receipts is not None:

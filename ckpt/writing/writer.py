@@ -129,6 +129,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     stamp = NO_STAMP  # of the run that it saves for
     trusted_objects: Collection[str] = ()  # names of which no warning is needed
     described: Any = None  # by `ckpt.save` and the manager: what the values of the state are
+    has_failed_to_write = False  # in the current save, on this rank: no commit record can list what it wrote
     _own_memory = True
     _is_model = False
 
@@ -178,6 +179,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
         self._coordinator = None
+        self.has_failed_to_write = False
         self._began_at_s = {"plan_s": environment.monotonic()}
         self._retries_before = self._store.retries
         self.progress.restart()
@@ -207,6 +209,16 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         return [replace(packed_plan(plan), storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        try:
+            future.set_result(self.write_items(plan, planner))
+        except BaseException:
+            self.discard()
+            raise
+        return future
+
+    def write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's items. After an error the caller calls `discard`, once the other ranks have the error."""
         self.progress.begin("saving")
         self._began_at_s["write_s"] = environment.monotonic()
         with self._errors_named():
@@ -215,15 +227,12 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 if self._coordinator is None and not self._is_model:
                     # Not before the coordinator has looked: a save that it refuses leaves nothing.
                     self._store.prepare(rank_directory(self._rank))
-                results = _timed(self._write(plan, planner), self._began_at_s["write_s"])
+                return _timed(self._write(plan, planner), self._began_at_s["write_s"])
             except BaseException:
-                self.discard()
+                self.has_failed_to_write = True
                 raise
             finally:
                 self.progress.wait_for("all ranks to have written")
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         reports = [report.storage_data for rank in results for report in rank]

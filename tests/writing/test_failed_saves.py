@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import ckpt
 import ckpt.ranks.group
 from ckpt.backends import memory
 from ckpt.backends.base import MIB, read_bytes
+from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import (
     CheckpointError,
@@ -92,6 +94,35 @@ def _planner_raises_at(
             dcp.save(state_of(rank, 2), storage_writer=writer, planner=planner)
     message = str(caught.value if function == "ckpt" else raised.value)
     return before, load_is(1, rank, url, options), message
+
+
+def test_a_rank_reports_its_failure_before_it_cleans_up(tmp_path: Path) -> None:
+    """Storage that hangs holds up the cleaning too, and the others must not wait for that, nor take it for the cause."""
+    cleaned_late = run_ranks(2, _cleans_up_late, tmp_path)
+    assert cleaned_late == [None, True]
+
+
+def _cleans_up_late(rank: int, folder: Path) -> bool | None:
+    heard = folder / "rank 0 has the error"
+    seen: list[bool] = []
+    remove_empty = PosixStore.remove_empty
+
+    def remove_late(store: PosixStore, prefix: str = "") -> None:
+        until_s = time.monotonic() + 20
+        while not heard.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        seen.append(heard.exists())
+        remove_empty(store, prefix)
+
+    if rank == 1:
+        PosixStore.remove_empty = remove_late  # type: ignore[method-assign]
+    planner = FailingPlanner(1 if rank == 1 else 100, boom)
+    with pytest.raises(SaveFailed, match=r"rank 1: .*ValueError: boom"):
+        ckpt.save(state_of(rank, 2), folder / "c", planner=planner)
+    if rank == 0:
+        heard.touch()
+        return None
+    return seen == [True]
 
 
 def test_planner_that_gives_something_else(tmp_path: Path) -> None:
