@@ -60,7 +60,7 @@ def test_a_local_tier_after_a_change_of_directory(elsewhere: Path, tmp_path: Pat
         for step in (1, 2):
             manager.step(step, state_of(step))
             os.chdir(elsewhere)
-        assert manager.wait_durable(60) == 2
+        assert manager.wait_durable(240) == 2
     assert (tmp_path / "start" / "run" / "step-00000002" / "commit.json").exists()
     assert (tmp_path / "start" / "near").is_dir()
 

@@ -27,14 +27,14 @@ PROGRAMS = {
     "drain": """
         with ckpt.CheckpointManager(root, save=1, preflight=False, local=local) as manager:
             manager.step(1, {"w": torch.ones(3)})
-            assert manager.wait_durable(120) == 1
+            assert manager.wait_durable(240) == 1
         """,
     "process": """
         import torch.distributed as dist
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with ckpt.CheckpointManager(root, save=1, preflight=False, async_mode="process") as manager:
             manager.step(1, {"w": torch.ones(3)})
-            assert manager.wait_durable(120) == 1
+            assert manager.wait_durable(240) == 1
         """,
     "roundtrip": """
         ckpt.roundtrip(root, model="t5-small", world_size=2, mesh="fsdp", processes=1)

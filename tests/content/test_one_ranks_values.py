@@ -39,7 +39,7 @@ def _buffers(rank: int, folder: str) -> None:
     with ckpt.CheckpointManager(f"{folder}/run", save=1, preflight=False) as manager:
         for step in (1, 2):
             manager.save(step, model=make(10 * step + rank))
-            manager.wait_durable(60)
+            manager.wait_durable(240)
         fresh = make(-1)
         manager.restore(model=fresh)
     for name, buffer in fresh.named_buffers():

@@ -86,13 +86,13 @@ def test_a_step_of_a_manager_that_is_saved_again(local: bool, tmp_path: Path, cl
     with ckpt.CheckpointManager(tmp_path / "run", **options) as manager:
         for step in (1, 2):
             manager.step(step, state(step), metrics={"loss": 1.0})
-            assert manager.wait_durable(60) == step
+            assert manager.wait_durable(240) == step
         clock.ahead_s = -HOUR_S
         manager.restore(state(0.0), step=1)
         manager.step(2, state(20.0), metrics={"loss": 2.0})
-        assert manager.wait_durable(60) == 2
+        assert manager.wait_durable(240) == 2
         manager.step(3, state(3.0), metrics={"loss": 3.0})
-        assert manager.wait_durable(60) == 3
+        assert manager.wait_durable(240) == 3
     found = {each.step: each for each in ckpt.list_checkpoints(tmp_path / "run")}
     assert loaded(tmp_path / "run" / "step-00000002") == 20.0
     assert [*found] == [2, 3]
@@ -104,10 +104,10 @@ def test_a_rule_by_age_goes_by_the_time_of_the_run(tmp_path: Path, clock: SetClo
         tmp_path / "run", save=1, preflight=False, keep=keeping.within(HOUR_S / 2)
     ) as manager:
         manager.step(1, state(1.0))
-        manager.wait_durable(60)
+        manager.wait_durable(240)
         clock.ahead_s = -24 * HOUR_S
         manager.step(2, state(2.0))
-        manager.wait_durable(60)
+        manager.wait_durable(240)
     found = [each.step for each in ckpt.list_checkpoints(tmp_path / "run")]
     assert found == [1, 2]
 

@@ -63,7 +63,7 @@ with ckpt.CheckpointManager(
         step += 1
         manager.step(step, state_of(step))
         time.sleep(0.05)
-    manager.wait_durable(120)
+    manager.wait_durable(240)
 """
 
 

@@ -48,7 +48,7 @@ def _train(rank: int, world: int, folder: str, nodes: str, steps: list[int]) -> 
     ) as manager:
         for step in steps:
             manager.step(step, state_of(world, step))
-        return manager.wait_durable(60)
+        return manager.wait_durable(240)
 
 
 def _train_from(rank: int, world: int, folder: str, nodes: str, begun: int, steps: list[int]) -> None:
@@ -58,7 +58,7 @@ def _train_from(rank: int, world: int, folder: str, nodes: str, begun: int, step
         assert manager.restore(state_of(world, 0), step=begun)
         for step in steps:
             manager.step(step, state_of(world, step))
-        manager.wait_durable(60)
+        manager.wait_durable(240)
 
 
 def _restore(rank: int, world: int, folder: str, nodes: str) -> tuple[int, dict[str, float]]:
@@ -234,7 +234,7 @@ def _train_with_copies(rank: int, world: int, folder: str, nodes: str, steps: li
         for step in steps:
             manager.step(step, state_of(world, step))
         assert not [event for event in events if event.kind == "not_copied"]
-        return manager.wait_durable(60)
+        return manager.wait_durable(240)
 
 
 @pytest.mark.parametrize("nodes", ["0123", "0011"])
@@ -304,7 +304,7 @@ def _memory_in_use(rank: int, folder: str, copies: int) -> list[int]:
     more: dict[str, Any] = {"preflight": False, "events": [look_too]}
     with ckpt.CheckpointManager(f"{folder}/durable", save=1, local=tier, **more) as manager:
         manager.step(1, state_of(2, 1))
-        assert manager.wait_durable(60) == 1
+        assert manager.wait_durable(240) == 1
     return found
 
 
@@ -349,7 +349,7 @@ def _train_where_a_disk_is_full(rank: int, folder: str) -> list[str]:
         f"{folder}/durable", save=1, local=tier, preflight=False, events=[events.append]
     ) as manager:
         manager.step(1, state_of(2, 1))
-        assert manager.wait_durable(60) == 1
+        assert manager.wait_durable(240) == 1
     return [f"{event.kind}: {event.reason}" for event in events if event.kind in ("local", "not_copied")]
 
 

@@ -19,7 +19,7 @@ def save(tmp_path: Path) -> None:
         tmp_path / "durable", save=1, preflight=False, local=tmp_path / "local"
     ) as manager:
         manager.step(1, {"w": torch.ones(3)})
-        manager.wait_durable(60.0)
+        manager.wait_durable(240)
 
 
 def run_of(tmp_path: Path) -> Path:

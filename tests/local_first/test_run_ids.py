@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_run_in_the_folder(tmp_path: Path) -> None:
         manager.restore({name: torch.zeros_like(value) for name, value in state_of(0).items()})
         for step in range(3, 6):
             manager.step(step, state_of(step))
-        manager.wait_durable(60.0)
+        manager.wait_durable(240)
     assert files_of(foreign) == before
     assert not (ours / "durable" / "step-00000005").exists()
     assert restored(ours) == 5

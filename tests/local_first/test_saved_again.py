@@ -76,7 +76,7 @@ def test_restored_from_the_nodes_is_not_durable_yet(tmp_path: Path, monkeypatch:
     options: dict[str, Any] = {"save": 1, "local": tmp_path / "local", "preflight": False}
     with ckpt.CheckpointManager(tmp_path / "durable", **options) as manager:
         manager.step(1, {"x": torch.ones(3)})
-        assert manager.wait_durable(60) == 1
+        assert manager.wait_durable(240) == 1
     shutil.rmtree(tmp_path / "durable")
     (run,) = (tmp_path / "local").iterdir()
     (run / STATUS).unlink()
@@ -87,5 +87,5 @@ def test_restored_from_the_nodes_is_not_durable_yet(tmp_path: Path, monkeypatch:
             assert found is not None
             assert (found.step, manager.durable_step) == (1, None)
             patched.undo()
-            assert manager.wait_durable(60) == 1
+            assert manager.wait_durable(240) == 1
     assert ckpt.verify(tmp_path / "durable" / "step-00000001").ok

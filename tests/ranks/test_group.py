@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 
+import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
@@ -20,15 +21,16 @@ def test_a_group_ends_when_torch_destroys_it() -> None:
     assert run_ranks(2, _destroy) == [(True, True)] * 2
 
 
+@pytest.mark.long
 def test_a_rank_that_works_for_long_is_waited_for() -> None:
     """Longer than a silent one would be, and longer than the group may take to connect."""
     assert run_ranks(2, _late) == [[1, 1], [1, 1]]
 
 
 def _late(rank: int) -> list[int]:
-    with contextlib.closing(Ranks(None, no_dist=False, timeout_s=3)) as ranks:
+    with contextlib.closing(Ranks(None, no_dist=False, timeout_s=20)) as ranks:
         ranks.together("test", lambda: None)
-        for _ in range(10 * rank):
+        for _ in range(80 * rank):
             time.sleep(0.25)
             ranks.progress.moved()
         return ranks.most([rank, rank])

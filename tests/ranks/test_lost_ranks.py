@@ -44,9 +44,7 @@ def test_errors_of_ones_own(error: Exception) -> None:
 class Asked:
     """In the place of the ranks, with what they answer."""
 
-    def __init__(
-        self, roll_call: RollCall | None, given_up: str | None, *, later: str | None = None
-    ) -> None:
+    def __init__(self, roll_call: RollCall | None, given_up: str | None, *, later: str | None = None) -> None:
         self.answer, self.rank, self.progress = roll_call, 0, Progress()
         self.progress.given_up = given_up
         self._later = given_up if later is None else later

@@ -65,7 +65,7 @@ def _saves_at_random_moments(
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(SHORT_S, LONG_S))
                 call(step, state_of(step))
                 if step % 3 == 0:
-                    manager.wait_durable(60)
+                    manager.wait_durable(240)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except error:
                 raised += 1
@@ -73,7 +73,7 @@ def _saves_at_random_moments(
                 step, state_of(step)
             )  # saves it if that was not done: an error is one of ours, and fails the test
             assert step in manager._saves.steps
-        assert manager.wait_durable(60) == saves
+        assert manager.wait_durable(240) == saves
         try:
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(SHORT_S, 1e-3))
             manager.close()
@@ -138,7 +138,7 @@ def test_errors_of_handlers_lose_no_emergency_save(tmp_path: Path, mode: Any) ->
                     continue
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-            assert manager.wait_durable(60) == step <= 3
+            assert manager.wait_durable(240) == step <= 3
         assert [each.step for each in ckpt.list_checkpoints(root)] == [step]
 
 

@@ -31,7 +31,7 @@ def run(root: Path, steps: tuple[int, ...], **options: Any) -> None:
     with ckpt.CheckpointManager(root, save=100, preflight=False, **options) as manager:
         for step in steps:
             manager.step(step, state_of(step))
-            manager.wait_durable(60)
+            manager.wait_durable(240)
 
 
 def restored(root: Path, **options: Any) -> int | None:
@@ -117,7 +117,7 @@ def test_a_run_may_save_its_own_step_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(PosixStore, "folders", refused)
     with ckpt.CheckpointManager(tmp_path, save=100, preflight=False) as manager:
         assert manager.save(100, state_of(100))
-        manager.wait_durable(60)
+        manager.wait_durable(240)
         monkeypatch.setattr(PosixStore, "folders", listed)
         assert not manager.save(100, state_of(100)), "it has been saved already"
         assert manager.save(200, state_of(200))
@@ -303,7 +303,7 @@ def test_a_tier_whose_root_answers_later(
         for step in range(101, 104):  # the answer may come a step later
             try:
                 manager.step(step, state_of(step))
-                manager.wait_durable(60)
+                manager.wait_durable(240)
             except ConfigurationError as error:
                 refusals.append(str(error))
     assert bool(refusals) is not bool(options)
