@@ -17,9 +17,14 @@ class StoppedForAnother(StorageError):
     """This rank stopped because another one failed, whose error is the cause."""
 
 
+def by_cause(failures: Mapping[int, BaseException]) -> list[int]:
+    """List the ranks that failed, in order, those that stopped for another one last."""
+    return sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
+
+
 def summary(call: str, failures: Mapping[int, BaseException], *, count: int | None = None) -> str:
     """Describe a failed call in one line: the first rank's error, and which of `count` ranks failed too."""
-    first, *others = sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
+    first, *others = by_cause(failures)
     others.sort()
     cause = failures[first]
     text = (

@@ -27,6 +27,7 @@ from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.errors import CheckpointError, IntegrityError
 from ckpt.format.records import MAX_METADATA_BYTES, ObjectRef
 from ckpt.ranks.group import Ranks, portable
+from ckpt.ranks.lost_ranks import StoppedForAnother
 from ckpt.ranks.messages import Messages
 from ckpt.ranks.ring import Ring
 from ckpt.reading.parcels import ALIGNMENT_BYTES, Parcel, Segment, cut_parts, part_bytes
@@ -89,7 +90,7 @@ class Replicas:
     ) -> list[bytearray]:
         """Return objects that the commit lists: of what several ranks want, the first reads it for all.
 
-        All ranks call it. What the first could not read, the others read, and fail themselves.
+        All ranks call it. If the first could not read an object, the others stop: the load fails on all ranks.
         """
         small = [ref for ref in refs if ref.size_bytes <= MAX_METADATA_BYTES]
         wanted = self._ask([ref.path for ref in small])
@@ -107,7 +108,7 @@ class Replicas:
         try:
             for ref, data in zip(own, threads.map(read, own), strict=True):
                 found[ref.path] = data
-        except Exception as error:  # the others read what is not found here
+        except Exception as error:  # the others hear of it with each object that is not found here
             failure = error
         waits = [is_there for _, _, is_there in coming]
         for ref in own:
@@ -123,7 +124,9 @@ class Replicas:
         self._ranks.progress.begin("loading")
         for ref, memory, _ in coming:
             data = bytearray(memory[:-1].numpy())
-            if memory[-1] and crc_text(crc64nvme(data)) == ref.crc64nvme:
+            if not memory[-1]:  # to try it too would take as long again
+                raise StoppedForAnother("stopped: another rank could not read a manifest for this one")
+            if crc_text(crc64nvme(data)) == ref.crc64nvme:
                 found[ref.path] = data
         return [found[ref.path] if ref.path in found else read(ref) for ref in refs]
 
