@@ -18,8 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(RUN)/python -m pytest -n 4
 
 # The tiers of the tests: what a test uses says where it belongs (tests/support/tiers.py).
-QUICK := not long and not integration and (smoke or not (ranks or server))
-RANKS := (ranks or server) and not (smoke or long or integration)
+QUICK := not long and not integration and (smoke or not (ranks or server or slow))
+RANKS := (ranks or server or slow) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
@@ -31,7 +31,7 @@ help:  ## Print this list.
 test: $(VENV)/ready  ## Touch every promise once: what to run between two edits (3 minutes).
 	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(QUICK)'
 
-test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, or with moto as S3 server.
+test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, with moto as S3 server, or with programs of their own.
 	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(RANKS)'
 
 # 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;

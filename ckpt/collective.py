@@ -194,7 +194,7 @@ def _save_once(
     except Exception as error:
         rank = ranks.rank
         message, failures = lost("save", ranks, error)
-        if writer.has_failed_to_write:
+        if not writer.has_written:
             writer.discard()
         why = failures[rank].args[0] if rank in failures else "this rank lost contact with the others"
         why += ", before it heard whether the save was committed; try to load it to find out"
@@ -202,7 +202,7 @@ def _save_once(
         message += "; whether it was committed is not known here, try to load it to find out"
         raise SaveFailed(message, url=writer.checkpoint_id, failures={**failures, rank: unknown}) from error
     except BaseException:  # an interrupt of this rank
-        if writer.has_failed_to_write:
+        if not writer.has_written:
             writer.discard()
         raise
 

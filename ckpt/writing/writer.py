@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt.backends.base import Store
 from ckpt.consistency import environment
 from ckpt.consistency.block_digests import checked_algorithm
 from ckpt.consistency.commit import proves_no_commit
@@ -129,7 +130,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     stamp = NO_STAMP  # of the run that it saves for
     trusted_objects: Collection[str] = ()  # names of which no warning is needed
     described: Any = None  # by `ckpt.save` and the manager: what the values of the state are
-    has_failed_to_write = False  # in the current save, on this rank: no commit record can list what it wrote
+    has_written = False  # in the current save, on this rank: until then no commit can list its objects
     _own_memory = True
     _is_model = False
 
@@ -179,7 +180,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
         self._coordinator = None
-        self.has_failed_to_write = False
+        self.has_written = False
         self._began_at_s = {"plan_s": environment.monotonic()}
         self._retries_before = self._store.retries
         self.progress.restart()
@@ -209,13 +210,11 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         return [replace(packed_plan(plan), storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
         try:
-            future.set_result(self.write_items(plan, planner))
+            return _done(self.write_items(plan, planner))
         except BaseException:
             self.discard()
             raise
-        return future
 
     def write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's items. After an error the caller calls `discard`, once the other ranks have the error."""
@@ -227,12 +226,11 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
                 if self._coordinator is None and not self._is_model:
                     # Not before the coordinator has looked: a save that it refuses leaves nothing.
                     self._store.prepare(rank_directory(self._rank))
-                return _timed(self._write(plan, planner), self._began_at_s["write_s"])
-            except BaseException:
-                self.has_failed_to_write = True
-                raise
+                results = self._write(plan, planner)
+                self.has_written = True
             finally:
                 self.progress.wait_for("all ranks to have written")
+        return _timed(results, self._began_at_s["write_s"])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         reports = [report.storage_data for rank in results for report in rank]
@@ -262,8 +260,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     ) -> Metadata:
         """Commit what the ranks have written, on the coordinator; return DCP's view of it.
 
-        `differences` are those between replicas.
-        After a failure the caller may `discard`, once the other ranks have been told: they would not wait for long.
+        `differences` are those between replicas. After a failure the caller may `discard`, once the others have it.
         """
         self.progress.begin("committing")
         self._began_at_s["commit_s"] = environment.monotonic()
@@ -315,18 +312,13 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         started_s = time.monotonic()
-        if torch.accelerator.is_available():
-            # The caller's stream may still compute the tensors that threads will copy.
-            torch.accelerator.current_stream().synchronize()
+        _wait_for_the_device()
         pace = None if self._pacer is None else self._pacer.wait
         files = RankFiles(self._store, self._objects, self._pool, pace, numbered=self._numbered)
         with no_gc():
             tensors, others = tensor_entries(plan.items, planner, self._known_plain())
         objects = _put_pickled(files, others, planner, self.checkpoint_id, self.trusted_objects)
-        wanted = self._files_per_rank
-        if wanted is None:
-            wanted = 1 if self._store.capabilities.parallel_parts else self._store.threads
-        first, *more = spread(tensors, wanted) or [[]]
+        first, *more = spread(tensors, self._files_per_rank or _files_for(self._store)) or [[]]
         files.digested, files.block_digests = self._digested(), self.block_digests
         if not self.checks.are_off:
             _look_at_content(files, planner, others, self.checks, self._store.url)
@@ -358,6 +350,23 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
     def _retries(self) -> int:
         return self._store.retries - self._retries_before
+
+
+def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(results)
+    return future
+
+
+def _wait_for_the_device() -> None:
+    """The caller's stream may still compute the tensors that threads will copy."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def _files_for(store: Store) -> int:
+    """Return how many files a rank writes at the same time."""
+    return 1 if store.capabilities.parallel_parts else store.threads
 
 
 def _look_at_content(

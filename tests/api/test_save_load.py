@@ -113,6 +113,7 @@ def test_many_small_tensors(count: int, tmp_path: Path) -> None:
     assert digest(loaded) == digest(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["posix", "strict"])
 def test_tensors_of_many_parts_and_requests(kind: str, tmp_path: Path, server: StrictS3) -> None:
     url, options = (str(tmp_path), {}) if kind == "posix" else ("s3://bucket/c", server.options)

@@ -70,6 +70,7 @@ def upload(server: StrictS3, folder: Path, prefix: str) -> None:
 # -- progress ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 50])
 def test_bytes_rate_and_time_left_are_drawn_and_taken_away(large: Path, tmp_path: Path, columns: int) -> None:
     drain = (CKPT, "drain", large, tmp_path / "durable", "--max-bandwidth", "8MB/s", "--threads", "1")
@@ -136,6 +137,7 @@ def test_removals_count_objects_and_bytes(server: StrictS3, slow_server: list[st
         del server.objects["run/step-1/commit.json"]
 
 
+@pytest.mark.slow
 def test_looks_count_what_they_look_at(
     server: StrictS3, slow_server: list[str], sharded_place: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_dumb_terminal_gets_plain_text(large: Path, tmp_path: Path) -> None:
 # -- tables --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 50])
 def test_tables_fit_and_long_names_are_cut_in_the_middle(
     runs: Path, columns: int, monkeypatch: pytest.MonkeyPatch

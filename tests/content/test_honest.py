@@ -177,6 +177,7 @@ TRAININGS: list[Callable[[], Iterator[State]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look_at", ["sample", "all"])
 @pytest.mark.parametrize(
     "training",

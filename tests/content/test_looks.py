@@ -89,6 +89,7 @@ def test_the_largest_and_the_smallest_numbers_are_fine() -> None:
     assert (look.not_finite(), look.infinite(), look.zero()) == ([], [], [])
 
 
+@pytest.mark.slow
 def test_a_sample_is_another_one_in_each_save() -> None:
     """One row of one tensor: each save sees a part, all together see all."""
     tensor = torch.randn(4 << 20)

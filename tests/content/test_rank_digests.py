@@ -62,6 +62,7 @@ def test_digests_depend_on_values_alone() -> None:
     assert one.details({("value", 0, 0)}) == other.details({("value", 0, 0)})
 
 
+@pytest.mark.slow
 def test_each_value_shows_in_the_digest_and_by_its_name() -> None:
     state = state_of_all_dtypes()
     digests, names = digests_of(state).details({("value", 0, 0)})

@@ -19,6 +19,7 @@ def replicas_of(state: dict[str, Any], ranks: int) -> Replicas:
     return Replicas(structure, planner.state_dict, planner.resolve_data, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 64])
 @pytest.mark.parametrize(("count", "most"), [(10, 10), (2048, 2048), (20_000, 2048)])
 def test_of_very_many_tensors_some_are_compared(ranks: int, count: int, most: int) -> None:

@@ -71,6 +71,7 @@ def to_server(server: StrictS3) -> dict[str, Any]:
 # -- what becomes of checkpoints -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_become_durable_in_order(local: Path, server: StrictS3, to_server: dict[str, Any]) -> None:
     for step in (20, 100, 3):
         save(local, step)
@@ -410,6 +411,7 @@ class _Clock(SkippingClock):
 # -- trouble -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [(500, "InternalError"), (503, "SlowDown")])
 def test_the_durable_place_is_in_trouble_for_a_while(
     local: Path,

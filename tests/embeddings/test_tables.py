@@ -54,6 +54,7 @@ def same(rows: RowsById, others: RowsById) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 12))])
 def test_any_checkpoint_restores_the_rows_of_its_time_on_any_number_of_shards(
     tmp_path: Path, seed: int

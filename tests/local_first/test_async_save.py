@@ -112,6 +112,7 @@ def test_a_dead_store_holds_up_nothing(tmp_path: Path, proxy: FaultProxy) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_is_an_error_of_the_save(tmp_path: Path, proxy: FaultProxy) -> None:
     proxy.rule = lambda call: 403
     more: dict[str, Any] = {"storage_options": proxy.options, "local": tmp_path / "local"}
@@ -164,6 +165,7 @@ def test_without_room_it_is_saved_at_the_url(tmp_path: Path) -> None:
     assert save.local.done()
 
 
+@pytest.mark.slow
 def test_other_options_are_used_from_then_on(tmp_path: Path, proxy: FaultProxy) -> None:
     proxy.rule = lambda call: 403
     near, right = tmp_path / "local", proxy.server.options

@@ -279,6 +279,7 @@ def test_what_was_removed_does_not_come_back(trained: Path) -> None:
         restored(trained)
 
 
+@pytest.mark.slow
 def test_an_older_one_of_the_nodes_does_not_come_before_a_durable_one(
     trained: Path,
 ) -> None:
@@ -633,6 +634,7 @@ def test_a_process_that_dies_again_and_again_is_not_waited_for(
             manager.wait_durable(5 * PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_process_without_work_ends_and_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -747,6 +749,7 @@ def dead_store() -> Iterator[tuple[StrictS3, dict[str, Any], threading.Event]]:
         yield server, proxy.options, dead
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_a_store_that_gives_no_answer(tmp_path: Path) -> None:
     with dead_store() as (server, options, dead):
         log = Log()
@@ -843,6 +846,7 @@ def test_without_a_whole_checkpoint_the_durable_place_is_waited_for(tmp_path: Pa
 # -- fallback ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fallback(tmp_path: Path) -> None:
     """What the durable place refuses is committed elsewhere, and moved when it answers again."""
     root, log = tmp_path / "durable", Log()

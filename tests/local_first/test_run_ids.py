@@ -48,6 +48,7 @@ def test_all_that_a_run_saves_names_it(tmp_path: Path) -> None:
     assert f'"run":"{marker.run}"' in (tmp_path / "durable" / "step-00000001" / "commit.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_in_the_folder(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     train(ours, range(1, 3))
@@ -68,6 +69,7 @@ def test_a_checkpoint_of_another_run_in_the_folder(tmp_path: Path) -> None:
     assert restored(ours) == 5
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_after_the_run_was_begun_anew(tmp_path: Path) -> None:
     train(tmp_path, range(1, 6))
     folder = folder_of(tmp_path)
@@ -81,6 +83,7 @@ def test_a_node_that_comes_back_after_the_run_was_begun_anew(tmp_path: Path) -> 
     assert [each.step for each in ckpt.list_checkpoints(tmp_path / "durable")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_root_is_a_root(tmp_path: Path) -> None:
     first, copy = tmp_path / "first", tmp_path / "copy"
     train(first, range(1, 3))
@@ -107,6 +110,7 @@ def test_checkpoints_that_name_no_run_count_while_it_has_no_id(tmp_path: Path) -
     assert restored(tmp_path) == 7
 
 
+@pytest.mark.slow
 def test_a_run_of_before_has_an_id_from_now_on(tmp_path: Path) -> None:
     with ckpt.CheckpointManager(tmp_path / "durable", save=1, preflight=False) as manager:
         manager.step(1, state_of(1))
@@ -137,6 +141,7 @@ def drained_into_anothers_root(tmp_path: Path, **more: Any) -> list[Drained]:
     return list(ckpt.drain(plain.parent, ours / "durable", **more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("any_root", [False, True])
 def test_a_checkpoint_of_another_run_is_not_carried(tmp_path: Path, any_root: bool) -> None:
     (drained,) = drained_into_anothers_root(tmp_path, any_root=any_root)

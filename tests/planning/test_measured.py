@@ -100,6 +100,7 @@ def test_a_checkpoint_without_metadata(server: StrictS3, monkeypatch: pytest.Mon
     assert len(stored_at(server, "none")) == what.objects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "mesh"), [("fsdp", (128,)), ("fsdp", (300,)), ("hsdp2xfsdp256", (2, 256))], ids=str
 )

@@ -67,6 +67,7 @@ def test_every_error_has_its_entry() -> None:
     assert headings == set(errors.__all__)
 
 
+@pytest.mark.slow
 def test_the_texts_of_errors_are_those_that_are_printed() -> None:
     printed = "\n".join(_constants())
     for snippet in snippets("text"):

@@ -256,6 +256,7 @@ def test_choosing_what_to_abandon_is_progress(clock: Clock) -> None:
 # -- wrappers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_that_looks_at_reads_looks_at_those_of_whole_objects_too() -> None:
     roots, found = (Path(ckpt.__file__).parent, Path(memory.__file__).parent), 0
     for path in itertools.chain.from_iterable(root.rglob("*.py") for root in roots):

@@ -259,6 +259,7 @@ def test_reads_begin_while_later_files_are_planned(tmp_path: Path, monkeypatch: 
     assert all(bits(loaded[name]) == bits(saved[name]) for name in saved)
 
 
+@pytest.mark.slow
 def test_a_window_for_each_of_many_items(tmp_path: Path) -> None:
     saved = {f"{number}": torch.tensor([float(number)]) for number in range(3000)}
     ckpt.save(saved, tmp_path)

@@ -244,6 +244,7 @@ def _check_branch(root: Path, branches: dict[int, int]) -> None:
             assert digest(state) == digest(branch_at(restored.step, branches[restored.step]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("mode", ["thread", "off"])
 def test_steps_are_reached_again_after_going_back(tmp_path: Path, restarts: bool, mode: Any) -> None:

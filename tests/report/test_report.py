@@ -174,6 +174,7 @@ def _many_ranks(ranks: int, entries: int = 0) -> Inspection:
     return Inspection("/c", "ckpt-storage", 2, commit, {}, objects, {})
 
 
+@pytest.mark.slow
 def test_very_many_ranks_and_names_make_a_page_of_a_few_megabytes() -> None:
     inspection = _many_ranks(16_384, entries=60_000)
     facts = checkpoint_facts(inspection)

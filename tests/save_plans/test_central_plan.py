@@ -359,6 +359,7 @@ def test_one_rank_that_does_not_know_the_plan_has_all_plan_anew(knows: str | Non
         assert rendezvous.calls[:2] == ["decide", "gather_bytes"]
 
 
+@pytest.mark.slow
 def test_sections_that_are_known_are_not_sent_again() -> None:
     tensors = [Tensor(f"layers.{n}.{'w' * 40}", (64, 4), placements_for((20,), [0])) for n in range(600)]
     plans = [Plans() for _ in range(20)]

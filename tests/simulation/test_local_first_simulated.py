@@ -60,6 +60,7 @@ def test_killed_at_every_request(copies: int) -> None:
 # -- by chance -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_some_seeded_schedules() -> None:
     total = total_of(range(20))
     assert total["commits: durable"] > 30

@@ -183,6 +183,7 @@ SCHEDULES = 10_000
 CHUNKS = 8
 
 
+@pytest.mark.slow
 def test_a_hundred_seeded_schedules() -> None:
     total = Tally()
     for seed in range(100):

@@ -230,6 +230,7 @@ def stalled(choices: Choices, model: Model, *, again: str, before: int) -> Count
     return Counter(schedules=1, kept=kept, went_on=not zombie.done or zombie.error is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["save", "delete"])
 @pytest.mark.parametrize("before", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_copy_that_stalls_commits_nothing_that_is_gone(again: str, before: int) -> None:
@@ -241,6 +242,7 @@ def test_a_copy_that_stalls_commits_nothing_that_is_gone(again: str, before: int
     assert total["kept"] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [MOUNT, OLD_S3])
 def test_a_copy_that_stalls_where_storage_lags(model: Model) -> None:
     total: Counter[str] = Counter()
@@ -349,6 +351,7 @@ def run_seeds(seeds: Sequence[int]) -> None:
     assert total["commits"] > total["schedules"] > len(seeds) / 3
 
 
+@pytest.mark.slow
 def test_gc_deletes_nothing_live() -> None:
     run_seeds(range(120))
 

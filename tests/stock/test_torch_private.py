@@ -62,6 +62,7 @@ def _is_private(module: str | None, alias: ast.alias) -> bool:
     return name.startswith("torch.") and _PRIVATE.search(name) is not None
 
 
+@pytest.mark.slow
 def test_no_other_module_uses_private_names_of_torch() -> None:
     for module, path in modules().items():
         if path != HOME:

@@ -65,6 +65,7 @@ def parts_of(proxy: FaultProxy) -> int:
     return sum(call.is_part for call in proxy.calls)
 
 
+@pytest.mark.slow
 def test_the_sdk_sends_none_but_the_first(proxy: FaultProxy, sent: Sent) -> None:
     sent.store.put("a/first ü+1", CheckedBody(DATA))
     sent.store.put("second", CheckedBody(DATA))

@@ -66,6 +66,7 @@ def on(operation: str, *actions: Action) -> Callable[[Request], Action]:
     return rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 700, 20_000, 101_554])
 def test_a_reply_behind_a_reply_is_for_nobody(open_one: tuple[StrictS3, Store], size: int) -> None:
     server, store = open_one

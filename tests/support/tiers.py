@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import ckpt
 from support import ranks
 from support.servers import moto_server
 
@@ -21,6 +23,8 @@ _TESTS = Path(__file__).parents[1]
 _TESTS_PATH = f"{_TESTS}/"
 _RANKS = frozenset({ranks.run_ranks, ranks.Job, ranks.start})
 _SERVERS = frozenset({moto_server})
+_PROGRAMS = frozenset({subprocess.run, subprocess.Popen, subprocess.check_output, ckpt.LocalTier})
+"""A local tier starts a process that drains it."""
 
 # Their max_examples is a percentage of what `examples` is asked for.
 # How long it takes to draw them says more about the machine than about the test.
@@ -51,7 +55,7 @@ def in_shard(items: Iterable[pytest.Item], shard: str) -> list[pytest.Item]:
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:
-    """Mark the tests with `ranks`, `server`, `integration` and `adapters` by what they use.
+    """Mark the tests with `ranks`, `server`, `slow`, `integration` and `adapters` by what they use.
 
     A fixture of the whole session (a checkpoint that two ranks saved) does not make a test one with ranks.
     """
@@ -69,6 +73,8 @@ def mark_tiers(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
         if uses(item.obj, _SERVERS) or any(uses(each.func, _SERVERS) for each in fixtures):
             item.add_marker("server")
+        if uses(item.obj, _PROGRAMS) or any(uses(each.func, _PROGRAMS) for each in fixtures):
+            item.add_marker("slow")
 
 
 @functools.cache

@@ -260,6 +260,7 @@ def test_objects_are_compared_by_their_values(tmp_path: Path) -> None:
     assert _differences(tmp_path, a, b).keys() == {"type", "keys"}
 
 
+@pytest.mark.slow
 def test_objects_nested_deeply_are_compared() -> None:
     def nested(value: Any) -> Any:
         for _ in range(100_000):

@@ -108,6 +108,7 @@ CASES: list[tuple[dict[str, str], str, Verdict, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_the_settings_mean(server: StrictS3) -> None:
     for settings, check, verdict, text in CASES:
         server.settings = settings
@@ -119,6 +120,7 @@ def test_what_the_settings_mean(server: StrictS3) -> None:
     assert all(request.method == "GET" for request in server.requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "refusal", [(403, "AccessDenied"), (404, "NotFound"), (501, "NotImplemented"), (500, "InternalError")]
 )

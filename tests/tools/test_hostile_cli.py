@@ -233,6 +233,7 @@ def test_flipped_and_cut_bytes(ours: Path, stock: Path, data: st.DataObject) -> 
             assert results["verify"].code != 0, path
 
 
+@pytest.mark.slow
 @given(raw=st.binary(max_size=300))
 @example(raw=b"\x80\x05\x96" + (1 << 60).to_bytes(8, "little") + b".")
 @example(raw=b"(" * 100_000)

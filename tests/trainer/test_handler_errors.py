@@ -87,6 +87,7 @@ def _saves_at_random_moments(
     return raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "off"])
 @pytest.mark.parametrize("error", [Interrupt, RuntimeError])
 def test_errors_of_handlers_break_no_save(tmp_path: Path, mode: str, error: type[BaseException]) -> None:

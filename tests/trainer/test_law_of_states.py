@@ -52,6 +52,7 @@ def test_a_run_resumes_bit_for_bit(combination: Combination, worlds: Worlds, tmp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_combinations_have_all_feasible_pairs(seed: int) -> None:
     drawn = covering(seed)
@@ -79,6 +80,7 @@ def test_the_sample_has_every_value() -> None:
         assert {asdict(each)[name] for each in drawn} == {*values}
 
 
+@pytest.mark.slow
 def test_seeds_draw_other_combinations() -> None:
     assert covering(1) == covering(1)
     assert {*covering(1)} != {*covering(2)}

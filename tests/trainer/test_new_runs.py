@@ -87,6 +87,7 @@ def _refused(rank: int, root: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["step", "save"])
 @pytest.mark.parametrize("kind", ["plain", "local", "fallback"])
 def test_a_run_that_begins_at_the_newest_step_overwrites_nothing(
@@ -237,6 +238,7 @@ def _local(folder: Path) -> dict[str, Any]:
     return {"local": folder / "local"}
 
 
+@pytest.mark.slow
 def test_checkpoints_that_only_the_nodes_have(tmp_path: Path) -> None:
     root = tmp_path / "root"
     run(root, OLD_STEPS, **_local(tmp_path))
@@ -248,6 +250,7 @@ def test_checkpoints_that_only_the_nodes_have(tmp_path: Path) -> None:
     assert folders(root) == [100, 200]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "fallback"])
 def test_a_new_run_with_a_tier(tmp_path: Path, kind: str) -> None:
     root, tier = tmp_path / "root", {kind: tmp_path / "tier"}
@@ -282,6 +285,7 @@ def test_a_tier_whose_root_gives_no_answer(
     assert "whether the durable place holds checkpoints is not known" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, NEW])
 def test_a_tier_whose_root_answers_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any]

@@ -85,6 +85,7 @@ def preempt(root: Path, kind: str, ranks: int, after_s: float) -> None:
     assert committed(root) == [*{*steps}], text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "torch", pytest.param("torchdata", marks=pytest.mark.long)])
 def test_a_signal_to_the_whole_group_saves_once(tmp_path: Path, kind: str) -> None:
     preempt(tmp_path / "run", kind, 1, random.Random(kind).uniform(0, 0.2))
@@ -104,6 +105,7 @@ def test_every_one_of_many_preemptions_saves(tmp_path: Path, kind: str, ranks: i
     preempt(tmp_path / "run", kind, ranks, random.Random(f"{kind}{ranks}{trial}").uniform(0, 0.3))
 
 
+@pytest.mark.slow
 def test_workers_that_ran_before_the_manager_may_die(tmp_path: Path) -> None:
     """torch's handler of their death does not break the save; the loader raises only if it needs them before that."""
     with training(tmp_path / "run", "torch", 1, "--early") as job:
@@ -116,6 +118,7 @@ def test_workers_that_ran_before_the_manager_may_die(tmp_path: Path) -> None:
     assert len(committed(tmp_path / "run")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_a_worker_that_is_killed_is_an_error_as_before(tmp_path: Path, kind: str) -> None:
     for attempt in range(5):
@@ -130,6 +133,7 @@ def test_a_worker_that_is_killed_is_an_error_as_before(tmp_path: Path, kind: str
     assert "PREEMPTED" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path, kind: str) -> None:
     """Also after a signal that they have outlived."""

@@ -99,6 +99,7 @@ def test_it_tunes_a_folder_and_writes_what_saves_read(tmp_path: Path, file: Path
     assert any("round" in doing for doing, _, _ in seen)
 
 
+@pytest.mark.slow
 def test_it_tunes_a_bucket_through_the_command(file: Path) -> None:
     with sink(keep=True) as endpoint:
         options = options_of(options_for(endpoint))

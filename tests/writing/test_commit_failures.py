@@ -76,6 +76,7 @@ def _second_save_fails(rank: int, place: Place) -> Any:
     return sorted(caught.value.failures), str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "action"),
     [

@@ -115,7 +115,7 @@ def _cleans_up_late(rank: int, folder: Path) -> bool | None:
         remove_empty(store, prefix)
 
     if rank == 1:
-        PosixStore.remove_empty = remove_late  # type: ignore[method-assign]
+        PosixStore.remove_empty = remove_late  # type: ignore[method-assign, assignment]
     planner = FailingPlanner(1 if rank == 1 else 100, boom)
     with pytest.raises(SaveFailed, match=r"rank 1: .*ValueError: boom"):
         ckpt.save(state_of(rank, 2), folder / "c", planner=planner)
