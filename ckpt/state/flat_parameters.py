@@ -93,13 +93,29 @@ def state_by_name(
         own = names_by_group(model, optimizer, names)
         groups = [{**group, _PARAMS: params} for group, params in zip(packed[_GROUPS], own, strict=True)]
         return {_STATE: {}, _GROUPS: groups}
-    with sharded_states(model):
+    with sharded_states(model), _others_frozen(model, optimizer):
         group = _process_group(model)
         state = FullyShardedDataParallel.optim_state_dict(model, optimizer, packed, group=group)
     return {
         _STATE: {without_attributes(name): value for name, value in state[_STATE].items()},
         _GROUPS: [{**group, _PARAMS: [*map(without_attributes, group[_PARAMS])]} for group in state[_GROUPS]],
     }
+
+
+@contextlib.contextmanager
+def _others_frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Show parameters of other optimizers as frozen: FSDP1 wants the state of all others in a unit."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group[_PARAMS]}
+    others = [each for each in model.parameters() if each.requires_grad and id(each) not in own]
+    if any(isinstance(each, FlatParameter) for each in others):  # each is a unit of its own
+        others = []
+    try:
+        for each in others:
+            each.requires_grad_(False)
+        yield
+    finally:
+        for each in others:
+            each.requires_grad_(True)
 
 
 def _has_any_state(model: nn.Module, packed: Mapping[str, Any]) -> bool:

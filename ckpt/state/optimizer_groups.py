@@ -42,8 +42,7 @@ def homes_of(
         for name in group.get(PARAMS, ()):
             homes.setdefault(name, number)
     known = stored_names(model, homes, [*itertools.chain(*by_group)])
-    empty = iter([number for number, group in enumerate(groups) if not group.get(PARAMS)])
-    found = []
+    found: list[list[int]] = []
     for own in by_group:
         lost = [str(name) for name in own if name not in known]
         if lost and groups:
@@ -51,8 +50,13 @@ def homes_of(
                 f"the checkpoint has no group of the optimizer for {shortened(lost)}: make the optimizer of the "
                 "parameters that it had when it was saved, or leave it out of the restore"
             )
-        numbers = {homes[known[name]] for name in own if name in known} if own else itertools.islice(empty, 1)
-        found.append(sorted(numbers))
+        found.append(sorted({homes[known[name]] for name in own if name in known}))
+    # One without parameters is found by its place among those of its optimizer, or else in order.
+    empty = [number for number, group in enumerate(groups) if not group.get(PARAMS)]
+    for place in [place for place, own in enumerate(by_group) if not own]:
+        by_place = [numbers[0] + place - other for other, numbers in enumerate(found) if by_group[other] and numbers]
+        found[place] = [number for number in [*by_place, *empty] if number in empty][:1]
+        empty = [number for number in empty if number not in found[place]]
     return found
 
 

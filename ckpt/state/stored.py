@@ -126,13 +126,17 @@ class StoredState:
         cls, metadata: Metadata, texts: Mapping[str, Any] | None = None, rename: Rename | None = None
     ) -> StoredState:
         """Return the parts of a checkpoint by its metadata, as DCP's planners see it."""
+        paths = paths_of(metadata.planner_data)
+        stored = metadata.state_dict_metadata
+        # In the order of the state: what is stored may be in that of the ranks which wrote it.
+        ordered = {**{name: stored[name] for name in paths if name in stored}, **stored}
         values = (
             StoredValue(name, tuple(described.size), described.properties.dtype)
             if isinstance(described, TensorStorageMetadata)
             else StoredValue(name)
-            for name, described in metadata.state_dict_metadata.items()
+            for name, described in ordered.items()
         )
-        return cls(values, paths_of(metadata.planner_data), texts, rename)
+        return cls(values, paths, texts, rename)
 
     def part(self, name: str) -> StoredPart:
         """Return what is stored at a name and below it; an empty part if there is nothing.
