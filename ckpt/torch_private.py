@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items as 
 # `state_dict()`), and without their warning that a single process may have been meant to be several.
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as save_state_dict
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_fsdp_flattened
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils.data._utils import signal_handling as _worker_signals

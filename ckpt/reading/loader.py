@@ -290,8 +290,7 @@ class Loader:
             self._delivered.add_tensor(item, dense, target.given.dtype)
         take = getattr(self._planner, "take_tensor", None)  # of a class that a dense target would lose
         if take is None or not take(item, tensor):
-            with torch.no_grad():
-                target.given.copy_(tensor)
+            _copy(tensor, target.given, fqn)
         self._planner.commit_tensor(item, target.given)
 
     def _untransformed(self, item: ReadItem, info: StorageInfo, data: bytearray, max_bytes: int) -> bytearray:
@@ -324,6 +323,20 @@ class Loader:
         if stored.payload_bytes != record.payload_bytes:
             raise self._fault(info, f"{index.fqn!r}: the metadata and the manifest disagree on its size")
         return stored
+
+
+def _copy(tensor: torch.Tensor, target: torch.Tensor, fqn: str) -> None:
+    """Copy a tensor that was unpickled. Raises CheckpointError if its class cannot be a part of a dense one."""
+    try:
+        with torch.no_grad():
+            target.copy_(tensor)
+    except Exception as error:
+        if type(tensor) is torch.Tensor:
+            raise
+        raise CheckpointError(
+            f"{fqn!r} was saved in shards of {type(tensor).__name__}, which cannot be cut otherwise ({type(error).__name__}: "
+            f"{error}): load it on the mesh that saved it, or leave it out of the load"
+        ) from error
 
 
 def chunk_of(checkpoint: Checkpoint, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:

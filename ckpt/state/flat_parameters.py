@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from ckpt.state.canonical_names import without_attributes
+from ckpt.torch_private import is_fsdp_flattened
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
@@ -56,6 +57,14 @@ def shards(model: nn.Module) -> int:
         return 1
     group = wrapped[0].process_group
     return 1 if group is None else int(group.size())
+
+
+def are_shards(parameters: Iterable[torch.Tensor]) -> bool:
+    """Tell whether parameters are shards of FSDP1: flat ones, or views into these."""
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return not is_alone and any(
+        isinstance(each, FlatParameter) or is_fsdp_flattened(each) for each in parameters
+    )
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, Any]:

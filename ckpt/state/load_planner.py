@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.errors import LoadFailed
@@ -66,6 +67,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         self.delivered: Any = None
         self.missing: tuple[str, ...] = ()
         self.left_over: tuple[str, ...] = ()
+        self._dense: dict[str, str] = {}  # a tensor of each class whose shards are cut otherwise here
 
     @property
     def targets(self) -> Targets:
@@ -166,6 +168,11 @@ class StateLoadPlanner(DefaultLoadPlanner):
     def put_back(self) -> None:
         """Give the loaded values to the parts, and keep none of them."""
         values = self.targets.values | self.state_dict
+        for kind, name in self._dense.items():
+            message = (
+                "%r and others were saved in shards of the class %s, and are dense in shards cut otherwise"
+            )
+            _logger.warning(message, name, kind)
         each_part({name: partial(part.take, values) for name, part in self._parts.items()})
         self.targets.forget_values()
         self.state_dict = {}
@@ -189,14 +196,23 @@ class StateLoadPlanner(DefaultLoadPlanner):
         )
 
     def take_tensor(self, item: ReadItem, tensor: torch.Tensor) -> bool:
-        """Take a tensor of a class of its own, such as one of few bits, in place of a target that was made for it."""
+        """Take a tensor of a class of its own, such as one of few bits, in place of a target that was made for it.
+
+        On another sharding the target stays, and gets its values.
+        """
         name = item.dest_index.fqn
-        if (
-            type(tensor) is torch.Tensor
-            or name not in self.targets.made
-            or not isinstance(self.state_dict[name], torch.Tensor)
-        ):
+        made = self.state_dict[name] if name in self.targets.made else None
+        if type(tensor) is torch.Tensor or not isinstance(made, torch.Tensor):
             return False
+        local = made.to_local() if isinstance(made, DTensor) else made
+        if tensor.size() != local.size():
+            self._dense.setdefault(type(tensor).__name__, name)
+            return False
+        if isinstance(made, DTensor):
+            layout = made.device_mesh, made.placements
+            tensor = DTensor.from_local(
+                tensor, *layout, run_check=False, shape=made.size(), stride=made.stride()
+            )
         self.state_dict[name] = tensor
         return True
 

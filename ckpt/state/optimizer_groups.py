@@ -54,7 +54,9 @@ def homes_of(
     # One without parameters is found by its place among those of its optimizer, or else in order.
     empty = [number for number, group in enumerate(groups) if not group.get(PARAMS)]
     for place in [place for place, own in enumerate(by_group) if not own]:
-        by_place = [numbers[0] + place - other for other, numbers in enumerate(found) if by_group[other] and numbers]
+        by_place = [
+            numbers[0] + place - other for other, numbers in enumerate(found) if by_group[other] and numbers
+        ]
         found[place] = [number for number in [*by_place, *empty] if number in empty][:1]
         empty = [number for number in empty if number not in found[place]]
     return found

@@ -35,6 +35,11 @@ from ckpt.state.targets import Targets, shortened
 
 _ADAM_MOMENTS = 2
 
+_FSDP1_BY_NUMBER = (
+    "an optimizer of parameters that FSDP1 shards holds this rank's shards, and only its model tells of what: give both, "
+    "as in training_state(model=model, optimizer=optimizer)"
+)
+
 
 class OptimizerState:
     """Save and load optimizers by parameter: names and structure are those of torch's `get_optimizer_state_dict`.
@@ -64,6 +69,8 @@ class OptimizerState:
         if not all(isinstance(each, Optimizer) for each in optimizers):
             raise ConfigurationError(_not_optimizers(optimizer))
         self._model = model if isinstance(model, ModelState | None) else ModelState(model)
+        if model is None and any(flat_parameters.are_shards(parameters_of(each)) for each in optimizers):
+            raise ConfigurationError(_FSDP1_BY_NUMBER)
         self._optimizers = [OneOptimizer(self._model, each) for each in optimizers]
         self._part = StoredPart("")
         self._renamed: Callable[[str], str] = str

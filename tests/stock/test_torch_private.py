@@ -276,3 +276,10 @@ def test_every_name_is_tried_here() -> None:
     source = (ROOT / "tests/stock/test_torch_private.py").read_text()
     for name in _names_handed_on():
         assert f"torch_private.{name}" in source, name
+
+
+def test_fsdp1_marks_what_it_flattens() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.is_fsdp_flattened(parameter)
+    parameter._fsdp_flattened = True  # type: ignore[attr-defined]
+    assert torch_private.is_fsdp_flattened(parameter)

@@ -32,8 +32,18 @@ from support.state_law.combinations import (
 from support.state_law.law import differences, problem
 from support.state_law.worlds import WorldFailed, Worlds
 
+FOUND = [
+    "plain-several-empty-none-start-1-1-off",  # each optimizer has a group without parameters
+    "plain-adam-one-collections-frozen-2-2-installed",  # ranks wrote the members of a dict in turns
+    "fsdp1_orig-several-one-none-steps-2-2-off",  # one FSDP1 unit, two optimizers
+    "fsdp1_orig-adamax-one-none-steps-2-2-raw",  # a raw optimizer of shards
+    "fsdp2-low_bit-one-none-steps-4-2-off",  # shards of a class of their own, cut otherwise
+]
+"""Combinations that failed once."""
+
 SEED = int(os.environ.get("LAW_SEED", "0"))
-COMBINATIONS = covering(SEED) if os.environ.get("LAW_COMBINATIONS") == "all" else sample(SEED)
+DRAWN = covering(SEED) if os.environ.get("LAW_COMBINATIONS") == "all" else sample(SEED)
+COMBINATIONS = [*dict.fromkeys([*map(Combination.of, FOUND), *DRAWN])]
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,10 @@ INFEASIBLE = (
     rule("FSDP1 shows the shards of parameters as plain tensors", part=["ema"], wrapper=FLAT),
     rule("stages have other names in one part; that needs per_rank", part=["ema"], wrapper=["pipeline"]),
     rule("a loader is past the batches of a window", part=["loader"], phase=["window"]),
+    rule(
+        "a raw optimizer numbers its parameters: FSDP1's shards, and those of one stage",
+        way=["raw"], wrapper=[*FLAT, "pipeline"], ranks=["moved"],
+    ),
 )  # fmt: skip
 """Combinations that no trainer has, or that torch itself cannot train."""
 
@@ -94,6 +98,14 @@ REFUSABLE = (
     (
         rule("a tensor class of the program cannot be made from stored bytes alone", optimizer=["low_bit"]),
         ("low_bit", "LowBit", "exp_avg"),
+    ),
+    (
+        rule("a raw optimizer of FSDP1 holds shards, and does not tell of what", way=["raw"], wrapper=FLAT),
+        ("FSDP1",),
+    ),
+    (
+        rule("raw optimizers of stages have the same numbers", way=["raw"], wrapper=["pipeline"]),
+        ("ckpt.per_rank",),
     ),
 )
 """Combinations whose save may raise one clear error, with words of which one has to be in it."""

@@ -103,7 +103,7 @@ class LowBitTensor(torch.Tensor):
             return cls(func(args[0].codes), func(args[0].scale))
         if name == "view" and tuple(args[1]) == tuple(args[0].shape):  # as `DTensor.from_local` does
             return cls(args[0].codes, args[0].scale)
-        if name == "copy_" and isinstance(args[1], cls):
+        if name == "copy_" and isinstance(args[0], cls) and isinstance(args[1], cls):
             args[0].codes.copy_(args[1].codes)
             args[0].scale.copy_(args[1].scale)
             return args[0]
