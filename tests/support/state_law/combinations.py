@@ -105,7 +105,7 @@ REFUSABLE = (
     ),
     (
         rule("raw optimizers of stages have the same numbers", way=["raw"], wrapper=["pipeline"]),
-        ("ckpt.per_rank",),
+        ("ckpt.per_rank", "training_state"),
     ),
 )
 """Combinations whose save may raise one clear error, with words of which one has to be in it."""
