@@ -20,11 +20,14 @@ class Part:
         crc64nvme: the checksum of all of them, when the body knows it.
         pace: call it with a number of bytes right before they are sent; it may wait (a bandwidth
             cap).
+        md5: the digest for a server that takes no CRC64NVME; by default that of the bytes, which must then have
+            their checksum.
     """
 
     buffers: Sequence[memoryview]
     crc64nvme: int | None = None
     pace: Callable[[int], None] | None = None
+    md5: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +81,10 @@ class RawRequests(Protocol):
 
     bucket_url: str
     """Endpoint and bucket: for all keys in it, the server answers alike."""
+
+    @property
+    def checksum(self) -> str:
+        """Return what goes with bytes for the server to verify: "crc64nvme", "md5" or "none"."""
 
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
         """Put an object, in parts if their size is given; False if the server cannot.

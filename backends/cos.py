@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt.backends.s3_protocol.credential_faults import ask_no_person
 from ckpt.backends.s3_protocol.options import client_settings, new_session, take_s3_options
+from ckpt.backends.s3_protocol.own_faults import profile_of
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import ConfigurationError
@@ -92,10 +94,10 @@ def _use_environment(settings: dict[str, Any]) -> None:
 def _token_file(given: str | None) -> str:
     """Find the file with the pod's token, which the kubelet renews."""
     for path in _CR_TOKENS if given is None else (given,):
-        if os.path.exists(path):
+        if os.path.isfile(path):
             return path
     raise ConfigurationError(
-        f"cos: iam_profile_id needs the token of the pod, but there is no {given or _CR_TOKENS[1]}: mount a "
+        f"cos: iam_profile_id needs the token of the pod, but there is no {given or _CR_TOKENS[1]}, or it is no file: mount a "
         "projected volume with a serviceAccountToken for the audience iam, or set cr_token_filename"
     )
 
@@ -107,7 +109,9 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
         from ibm_botocore.client import Config
     except ImportError as error:
         raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
-    session = ibm_boto3.Session(botocore_session=new_session(ibm_botocore.session))
+    core = new_session(ibm_botocore.session)
+    session = ibm_boto3.Session(botocore_session=core)
+    ask_no_person(core.get_component("credential_provider"), profile_of(options))
     settings = {
         "signature_version": "oauth" if _uses_iam(options, session) else "s3v4",
         **client_settings(options, threads),

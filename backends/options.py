@@ -22,6 +22,8 @@ _SDK_NAMES = {
     "profile_name": "profile",
 }
 """What boto3 calls the options."""
+_PAIRS = frozenset({"client_cert", "proxy_client_cert", "cert", "auth"})
+"""Options that can be a pair: a certificate and its key, a name and a password."""
 _KINDS: tuple[tuple[type, Any, str], ...] = (
     (bool, bool, "True or False"),
     (int, int, "a whole number"),
@@ -74,10 +76,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def options_dict(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy the storage options that a caller gives. Raises ConfigurationError if they are no dict."""
+    """Copy the storage options that a caller gives. Raises ConfigurationError if they are no dict.
+
+    JSON has no tuples: a list becomes one where libraries of HTTP take tuples alone, and ignore or refuse lists.
+    """
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
-    return dict(storage_options or {})
+    return {name: _as_meant(name, value) for name, value in (storage_options or {}).items()}
+
+
+def _as_meant(name: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {inner: _as_meant(inner, each) for inner, each in value.items()}
+    if name not in _PAIRS or not isinstance(value, list):
+        return value
+    if len(value) != 2 or not all(isinstance(each, str) for each in value):
+        raise ConfigurationError(f"{name} must be a text or a pair of texts")
+    return tuple(value)
 
 
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

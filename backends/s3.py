@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt.backends.s3_protocol.credential_faults import ask_no_person
 from ckpt.backends.s3_protocol.options import client_settings, new_session, take_s3_options
+from ckpt.backends.s3_protocol.own_faults import profile_of
 from ckpt.backends.s3_protocol.renewed_credentials import RenewingProviders
 from ckpt.backends.s3_protocol.requests import S3Requests
 from ckpt.backends.s3_protocol.store import S3ApiStore
@@ -35,8 +37,8 @@ class S3Store(S3ApiStore):
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
         unreachable_timeout_s: how long a server that cannot be reached (refused, name not
             resolved) is tried again, if that is to be less than `max_attempts` allow (about 35 s).
-        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "none"
-            sends none.
+        checksum: "crc64nvme" sends a checksum with every part for the server to verify; "md5" sends
+            Content-MD5 instead, as is done anyway where a server refuses the first; "none" sends none.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:
@@ -73,6 +75,7 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
         "region_name": session.region_name or "us-east-1",
         **options["client_kwargs"],
     }
+    ask_no_person(core.get_component("credential_provider"), profile_of(options))
     providers = RenewingProviders(core)
     client = session.client("s3", **arguments)
     if providers.found is not None:  # else they were given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import re
 import threading
@@ -12,23 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.backends.base import check_key
-from ckpt.backends.options import redact_url, scrub_error
-from ckpt.backends.s3_protocol.errors import (
-    CREDENTIAL_ERRORS,
-    Conflict,
-    Refusal,
-    Signal,
-    note_refused_tries,
-    text_of,
-)
+from ckpt.backends.options import redact_url, scrub, scrub_error
+from ckpt.backends.s3_protocol.errors import ChecksumRefused, Conflict, Refusal, Signal, note_refused_tries
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
+from ckpt.backends.s3_protocol.own_faults import VARIABLES, names_path
 from ckpt.backends.s3_protocol.repeated_requests import RepeatedRequests
 from ckpt.backends.s3_protocol.replies import use_replies
 from ckpt.backends.s3_protocol.request_arguments import secrets_of, send_arguments
 from ckpt.backends.s3_protocol.retries import Retries
 from ckpt.backends.s3_protocol.tls import use_large_pieces
-from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError
+from ckpt.errors import AccessDenied, CheckpointError, ConfigurationError, StorageError, StorageUnavailable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,14 +104,21 @@ class S3Connection:
 
     def _new_client(self) -> Any:
         try:
-            client = self._make_client(self.options, self.threads)
+            # Some credentials are fetched as soon as the SDK looks for them.
+            client = self.retries.until_given(
+                lambda: self._make_client(self.options, self.threads), self.secrets
+            )
             send_arguments(client, self.options)
         except CheckpointError:
             raise
         except Exception as error:
-            kind = AccessDenied if type(error).__name__ in CREDENTIAL_ERRORS else ConfigurationError
-            shown, cause = scrub_error(error, text_of(error), self.secrets())
-            raise kind(f"cannot use these options: {shown}", url=self.url) from cause
+            refusal = Refusal(error, self.options)
+            kind = refusal.kind(conditional=False)
+            if kind not in (AccessDenied, StorageUnavailable):
+                kind = ConfigurationError
+            text = refusal.message(kind, "use these options", self.bucket)
+            shown, cause = scrub_error(error, text, self.secrets())
+            raise kind(shown, url=self.url) from cause
         use_large_pieces(client)
         use_replies(client)
         client.meta.events.register("before-send.s3", send_whole_buffers)
@@ -124,7 +126,14 @@ class S3Connection:
         client.meta.events.register("request-created.s3", self._note_secrets)
         client.meta.events.register("response-received.s3", note_refused_tries)
         self.retries.watch(client, self.secrets)
+        client.meta.events.register("before-call.s3", functools.partial(self._get_credentials, client))
         return client
+
+    def _get_credentials(self, client: Any, **_: Any) -> None:
+        """Get what the next request is signed with while there is time: the SDK asks only a few times for it."""
+        credentials = getattr(getattr(client, "_request_signer", None), "_credentials", None)
+        if credentials is not None:
+            self.retries.until_given(credentials.get_frozen_credentials, self.secrets)
 
     def _note_secrets(self, request: Any, **_: Any) -> None:
         """Note the credentials that a signed request carries: they may be of the SDK's own chain."""
@@ -169,20 +178,33 @@ class S3Connection:
         except CheckpointError:
             raise
         except Exception as error:
-            refusal = Refusal(error)
-            signal, kind = refusal.signal(), refusal.kind(conditional=Conflict in signals)
+            refusal = Refusal(error, self.options)
+            signal = refusal.signal()
+            kind = refusal.kind(conditional=Conflict in signals)
             text = refusal.text if signal in signals else refusal.message(kind, action, self.bucket)
             shown, cause = scrub_error(error, text, self.secrets())
-            if signal in signals:
-                raise signal(shown) from cause
             place = None if refusal.is_about_bucket else key
-            raise kind(shown, url=self.url, key=place, settled=harmless or refusal.settled) from cause
+            raised: Exception
+            if signal in signals:
+                raised = signal(shown)
+            elif issubclass(kind, StorageError):
+                raised = kind(shown, url=self.url, key=place, settled=harmless or refusal.settled)
+            else:
+                raised = kind(shown, url=self.url)
+            if ChecksumRefused in signals and refusal.may_refuse_checksum:
+                raised.__cause__ = cause
+                raise ChecksumRefused(scrub(refusal.text, self.secrets()), raised) from cause
+            raise raised from cause
 
     def secrets(self) -> list[str]:
         """List the credentials in use: a server or an SDK may quote what it was given."""
         given = [*self.options.items(), *self.options["client_kwargs"].items()]
-        given += [item for item in os.environ.items() if item[0].startswith(("AWS_", "IBM_", "COS_"))]
-        named = [value for name, value in given if isinstance(value, str) and _SECRET_NAMES.search(name)]
+        given += [item for item in os.environ.items() if item[0].startswith(VARIABLES)]
+        named = [
+            value
+            for name, value in given
+            if isinstance(value, str) and _SECRET_NAMES.search(name) and not names_path(name)
+        ]
         return [*named, *secrets_of(self.options), *(self._lender or self)._sent_secrets]
 
 

@@ -13,7 +13,23 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckpt.backends.options import redact_url
-from ckpt.errors import AccessDenied, AlreadyExists, NotFound, StorageError, StorageFull, StorageUnavailable
+from ckpt.backends.s3_protocol.credential_faults import (
+    credential_advice,
+    got_no_answer,
+    is_of_credentials,
+    service_status,
+)
+from ckpt.backends.s3_protocol.own_faults import cannot_be_sent, is_own_fault, odd_values, own_advice
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    CheckpointError,
+    ConfigurationError,
+    NotFound,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
 
 
 class Signal(Exception):
@@ -52,10 +68,13 @@ class NoSetting(Signal):
     """The bucket has no such setting: the server knows it, and says so."""
 
 
-CREDENTIAL_ERRORS = frozenset(
-    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
-     "UnauthorizedSSOTokenError", "SSOTokenLoadError", "NoAuthTokenError", "MetadataRetrievalError"}
-)  # fmt: skip
+class ChecksumRefused(Signal):
+    """The server may not take the checksum that was sent, and did nothing; `original` is the error without this signal."""
+
+    def __init__(self, text: str, original: Exception) -> None:
+        super().__init__(text)
+        self.original = original
+
 
 _NOT_FOUND = frozenset({"NoSuchKey", "NoSuchBucket", "404", "NotFound"})
 _DENIED = frozenset(
@@ -96,6 +115,10 @@ _ADVICE_BY_TEXT = (
 """By the server's message, the first that fits."""
 _LARGEST_SKEW_S = 15 * 60
 """S3 refuses what is signed with a time further off."""
+_WRONG_CHECKSUM = re.compile("BadDigest|mismatch|not match", re.IGNORECASE)
+"""What servers say where they know the checksum, and the bytes have another one."""
+_CHECKSUM_WORDS = re.compile("checksum|content-md5", re.IGNORECASE)
+_NO_CHECKSUM_ADVICE = 'if the server takes no checksums, give the storage option checksum="none"'
 _FULL = frozenset({"EntityTooLarge", "InsufficientStorage", "507", "XMinioStorageFull"})
 _UNSUPPORTED = frozenset({"NotImplemented", "501", "MethodNotAllowed", "XNotImplemented"})
 # Some of them come with a 4xx status.
@@ -117,6 +140,7 @@ _URL = re.compile(r"https?://[^\s\"'<>]*")
 
 
 _REFUSED_TRIES = "CkptRefusedTries"
+_NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def _is_transient(status: int, code: str) -> bool:
@@ -145,14 +169,16 @@ def note_refused_tries(
 
 
 class Refusal:
-    """An SDK's exception; an empty code, status 0 and `retries` None are unknown."""
+    """An SDK's exception; an empty code, status 0 and `retries` None are unknown. `options` are the store's."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
         response: Any = getattr(error, "response", None)
         is_reply = isinstance(response, dict)
         reply = response if is_reply else {}
         inner, about = reply.get("Error") or {}, reply.get("ResponseMetadata") or {}
         self.error = error
+        self._options = options
+        self._is_of_credentials = is_of_credentials(error)
         self.code = str(inner.get("Code") or "")
         self.status = int(about.get("HTTPStatusCode") or 0)
         self.retries: int | None = about.get("RetryAttempts")
@@ -179,8 +205,29 @@ class Refusal:
         return _is_refused(self.status, self.code) and self.retries == self._refused_tries
 
     @property
-    def _transient(self) -> bool:
-        return _is_transient(self.status, self.code)
+    def may_pass(self) -> bool:
+        """Return whether the same request may work later: a busy server or service of credentials, a broken connection."""
+        if is_own_fault(self.error):
+            return False
+        if self._is_of_credentials and got_no_answer(self.error):
+            return True
+        status = self.status or service_status(self.error)
+        return _is_transient(status, self.code) or is_connection_error(self.error)
+
+    @property
+    def is_throttled(self) -> bool:
+        """Return whether the service of credentials asks for fewer requests."""
+        return 429 in (self.status, service_status(self.error)) or "Throttl" in self.code
+
+    @property
+    def may_refuse_checksum(self) -> bool:
+        """Return whether a server may answer so to a checksum that it does not know."""
+        if self.status == 501 or self.code == "NotImplemented":
+            return True
+        is_other = self.code in _ADVICE or self.code in _DENIED or self.code in _FULL or self.may_pass
+        return (
+            self.status == 400 and not is_other and not _WRONG_CHECKSUM.search(f"{self.code} {self._message}")
+        )
 
     def signal(self) -> type[Signal]:
         """Choose the signal for callers that act upon this; `Signal` itself if there is none."""
@@ -200,8 +247,12 @@ class Refusal:
             return Conflict
         return Signal
 
-    def kind(self, *, conditional: bool) -> type[StorageError]:
+    def kind(self, *, conditional: bool) -> type[StorageError | ConfigurationError]:
         """Choose our error, for a request that was `conditional` or was not."""
+        if is_own_fault(self.error):
+            return ConfigurationError
+        if self._is_of_credentials:  # whatever the status: that of another service is not the store's
+            return StorageUnavailable if self.may_pass else AccessDenied
         if conditional and self.status in (409, 412):
             return AlreadyExists
         if self.status == 404 or self.code in _NOT_FOUND:
@@ -209,22 +260,31 @@ class Refusal:
         # Some servers answer 403 to a request over a quota.
         if self.status == 507 or self.code in _FULL or "Quota" in self.code:
             return StorageFull
-        if self.status in _REFUSED or self.code in _DENIED or type(self.error).__name__ in CREDENTIAL_ERRORS:
+        if self.status in _REFUSED or self.code in _DENIED:
             return AccessDenied
-        if self._transient or is_connection_error(self.error):
+        if self.may_pass:
             return StorageUnavailable
         return StorageError
 
-    def message(self, kind: type[StorageError], action: str, bucket: str) -> str:
+    def message(self, kind: type[CheckpointError], action: str, bucket: str) -> str:
         """Say what failed; `action` completes "cannot ..."."""
         if kind is AlreadyExists:
             return f"exists already ({self.code or self.status})"
         if self.is_about_bucket:
             return f"there is no bucket named {bucket!r}"
         advice = self._advice(kind, action)
+        if cannot_be_sent(self.error):  # whose text shows a whole header
+            return f"cannot {action}: {advice}"
         return f"cannot {action}: {self.text}{'; ' if advice else ''}{advice}"
 
-    def _advice(self, kind: type[StorageError], action: str) -> str:
+    def _advice(self, kind: type[CheckpointError], action: str) -> str:
+        if kind is ConfigurationError:
+            return own_advice(self.error, self._options)
+        if self._is_of_credentials:
+            return credential_advice(self.error, self._options, may_pass=self.may_pass)
+        return self._advice_on_reply(kind, action)
+
+    def _advice_on_reply(self, kind: type[CheckpointError], action: str) -> str:
         skew_s = self._skew_s()
         if self.status == 403 and abs(skew_s) > _LARGEST_SKEW_S:
             direction = "ahead of" if skew_s > 0 else "behind"
@@ -247,6 +307,8 @@ class Refusal:
                 "have the credentials expired, is the bucket in another region, or was it stored with a customer's key "
                 "(SSECustomerKey in s3_additional_kwargs)?"
             )
+        if kind is AccessDenied and (odd := odd_values()):
+            return odd
         if kind is AccessDenied and action in ("put", "start a multipart upload"):
             return (
                 "check the credentials and their permissions, and whether the bucket asks for encryption, tags or a "
@@ -258,6 +320,11 @@ class Refusal:
             return "check the credentials and their permissions"
         if is_unreachable(self.error):
             return "check the endpoint, the proxy if there is one, and that the server is up"
+        is_sent = (
+            action.startswith(("put", "start", "upload part")) and self._options.get("checksum") != "none"
+        )
+        if is_sent and self.may_refuse_checksum and (self.status == 501 or _CHECKSUM_WORDS.search(self.text)):
+            return _NO_CHECKSUM_ADVICE
         return ""
 
     @property

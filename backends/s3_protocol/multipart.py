@@ -14,10 +14,33 @@ from typing import Any
 from ckpt.backends.base import UploadNote, check_stored
 from ckpt.backends.bodies import Body
 from ckpt.backends.s3_protocol.errors import Malformed, UploadGone
-from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
+from ckpt.backends.s3_protocol.requests import S3Requests, etag_of
 from ckpt.backends.s3_protocol.resumed_uploads import Upload, may_pass, take_up, try_to_abort
+from ckpt.backends.s3_protocol.sent_checksums import encode_crc
 from ckpt.errors import StorageError, StorageUnavailable
 from ckpt.lanes import run_in_lanes
+
+
+def put_object(
+    s3: S3Requests,
+    key: str,
+    body: Body,
+    part_size_bytes: int | None,
+    *,
+    create: bool,
+    note: UploadNote | None = None,
+    holds: Callable[[], bool] = lambda: False,
+) -> int:
+    """Put an object, in parts if their size is given, with a checksum that the server takes; else as `put_in_parts`."""
+
+    def put() -> int:
+        if part_size_bytes is not None:
+            return put_in_parts(s3, key, body, part_size_bytes, create=create, note=note, holds=holds)
+        with body.part(0, body.nbytes) as part:
+            s3.put(key, part, create=create)
+        return 0
+
+    return s3.checksums.carry_out(s3.bucket_url, put) if body.has_checksums else put()
 
 
 def put_in_parts(
@@ -39,7 +62,7 @@ def put_in_parts(
         IntegrityError: the store kept another number of bytes.
         UploadGone, Conflict: nothing is left of the upload; begin again.
     """
-    checksums = s3.sends_checksums and body.has_checksums
+    checksums = s3.checksums.kind == "crc64nvme" and body.has_checksums
     upload = None if note is None else take_up(s3, key, body, note, checksums=checksums)
     if upload is None:
         upload = Upload(begin_upload(s3, key, checksums=checksums), part_size_bytes, checksums)
@@ -146,7 +169,7 @@ def _is_ours(
 ) -> bool:
     """Tell whether the object at `key` is surely the one whose completion got no answer."""
     try:
-        reply = s3.head(key, ChecksumMode="ENABLED")
+        reply = s3.head(key, **({"ChecksumMode": "ENABLED"} if crc is not None else {}))
         if reply.get("ContentLength") != nbytes:
             return False
         kept = reply.get("ChecksumCRC64NVME")

@@ -107,8 +107,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"part_size_bytes must be at most {MAX_PART_SIZE_BYTES} (5 GiB)")
     if bool(options["key"]) != bool(options["secret"]):
         raise ConfigurationError("key and secret belong together: give both or none")
-    if options["checksum"] not in ("crc64nvme", "none"):
-        raise ConfigurationError(f"checksum must be 'crc64nvme' or 'none', not {options['checksum']!r}")
+    if options["checksum"] not in ("crc64nvme", "md5", "none"):
+        raise ConfigurationError(
+            f"checksum must be 'crc64nvme', 'md5' or 'none', not {options['checksum']!r}"
+        )
     check_arguments(options)
 
 

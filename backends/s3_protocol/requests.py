@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import re
@@ -11,7 +10,7 @@ from typing import Any
 
 from ckpt.backends.base import Condition, ObjectStat, check_stored
 from ckpt.backends.bodies import Part
-from ckpt.backends.s3_protocol.connection import S3Connection
+from ckpt.backends.s3_protocol.connection import MakeClient, S3Connection
 from ckpt.backends.s3_protocol.errors import (
     Conflict,
     Malformed,
@@ -24,6 +23,7 @@ from ckpt.backends.s3_protocol.errors import (
     UploadGone,
 )
 from ckpt.backends.s3_protocol.http_bodies import PartReader, RawBody
+from ckpt.backends.s3_protocol.sent_checksums import SentChecksums, checksum_of, encode_crc
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError, StorageUnavailable, Truncated
 
 _REFUSALS = (NotImplementedByServer, Conflict)
@@ -45,6 +45,7 @@ class S3Requests(S3Connection):
     """Requests for one bucket and prefix. Keys are relative to the prefix.
 
     Attributes:
+        checksums: what goes with bytes for the server to verify.
         condition: how the server treats "only if absent", once that is known.
         lists_checksums: False once the server refused a list of parts with checksums.
         keeps_versions: True once a delete left an old version behind.
@@ -54,17 +55,22 @@ class S3Requests(S3Connection):
     lists_checksums = True
     keeps_versions = False
 
+    def __init__(self, url: str, options: Mapping[str, Any], make_client: MakeClient, threads: int) -> None:
+        super().__init__(url, options, make_client, threads)
+        self.checksums = SentChecksums(options["checksum"])
+
     @property
-    def sends_checksums(self) -> bool:
-        return bool(self.options["checksum"] == "crc64nvme")
+    def bucket_url(self) -> str:
+        """Return the endpoint in use, which the environment or the SDK's files may name, and the bucket."""
+        return f"{self.client.meta.endpoint_url}/{self.bucket}"
 
     def put(self, key: str, part: Part, *, create: bool) -> None:
-        with self.translated(key, "put", *(_REFUSALS if create else ())):
+        with self.translated(key, "put", *self.checksums.signals(*(_REFUSALS if create else ()))):
             reply = self.client.put_object(
                 **self.object(key),
                 Body=PartReader(part),
                 ContentLength=part.nbytes,
-                **self._checksum(part),
+                **checksum_of(part, self.checksums.kind),
                 **_condition(create),
             )
         if not etag_of(reply):  # which S3 servers send: a proxy may have answered
@@ -74,7 +80,7 @@ class S3Requests(S3Connection):
         """Start a multipart upload; return its id, and whether the request was sent again."""
         target = self.object(key)
         with (
-            self.translated(key, "start a multipart upload", harmless=True),
+            self.translated(key, "start a multipart upload", *self.checksums.signals(), harmless=True),
             self.repeated.learning(target["Key"]),
         ):
             reply = self.client.create_multipart_upload(
@@ -85,11 +91,16 @@ class S3Requests(S3Connection):
 
     def send_part(self, key: str, part: Part, upload_id: str, number: int) -> dict[str, Any]:
         """Send a part; return its entry for the list of parts."""
-        checksum = self._checksum(part)
-        target, crc = self.object(key), checksum.get("ChecksumCRC64NVME")
-        with self.translated(key, f"upload part {number}", UploadGone, harmless=True):
-            if etag := self.repeated.upload_part(target["Key"], part, upload_id, number, crc):
-                return {"PartNumber": number, "ETag": etag, **checksum}
+        checksum = checksum_of(part, self.checksums.kind)
+        target = self.object(key)
+        listed = {name: value for name, value in checksum.items() if name != "ContentMD5"}
+        with self.translated(
+            key, f"upload part {number}", *self.checksums.signals(UploadGone), harmless=True
+        ):
+            if listed == checksum:
+                crc = checksum.get("ChecksumCRC64NVME")
+                if etag := self.repeated.upload_part(target["Key"], part, upload_id, number, crc):
+                    return {"PartNumber": number, "ETag": etag, **listed}
             with self.repeated.learning(target["Key"]):
                 reply = self.client.upload_part(
                     **target,
@@ -99,7 +110,7 @@ class S3Requests(S3Connection):
                     ContentLength=part.nbytes,
                     **checksum,
                 )
-            return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
+            return {"PartNumber": number, "ETag": reply["ETag"], **listed}
 
     def complete_upload(
         self, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]], crc: int | None, *, create: bool
@@ -264,11 +275,6 @@ class S3Requests(S3Connection):
             return False
         return not reply.get("Errors")
 
-    def _checksum(self, part: Part) -> dict[str, str]:
-        if not self.sends_checksums or part.crc64nvme is None:
-            return {}
-        return {"ChecksumCRC64NVME": encode_crc(part.crc64nvme)}
-
 
 def _keep_document(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
     parsed[_ANSWERED_BY] = http_response.content[:_MAX_DOCUMENT_START]
@@ -287,10 +293,6 @@ def stat_of(key: str, entry: Mapping[str, Any], size: Any) -> ObjectStat:
 def etag_of(reply: Mapping[str, Any]) -> str | None:
     """Return the reply's ETag without quotes; None if it has none."""
     return str(reply.get("ETag") or "").strip('"') or None
-
-
-def encode_crc(crc64nvme: int) -> str:
-    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
 
 
 def _range_problem(reply: Mapping[str, Any], where: dict[str, Any]) -> CheckpointError | None:

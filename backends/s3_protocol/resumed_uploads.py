@@ -17,7 +17,8 @@ from ckpt.backends.base import MIB, UploadNote
 from ckpt.backends.bodies import Body
 from ckpt.backends.s3_protocol.errors import NotImplementedByServer, UploadGone
 from ckpt.backends.s3_protocol.request_arguments import hides_digests
-from ckpt.backends.s3_protocol.requests import S3Requests, encode_crc, etag_of
+from ckpt.backends.s3_protocol.requests import S3Requests, etag_of
+from ckpt.backends.s3_protocol.sent_checksums import encode_crc
 from ckpt.errors import StorageError, StorageUnavailable
 
 _logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
@@ -9,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.backends.options import scrub
 from ckpt.backends.retries import Retry, current_policy
 from ckpt.backends.s3_protocol.answers import refuse_foreign
-from ckpt.backends.s3_protocol.errors import is_unreachable, text_of
+from ckpt.backends.s3_protocol.credential_faults import got_no_answer
+from ckpt.backends.s3_protocol.errors import Refusal, is_connection_error, is_unreachable, text_of
+from ckpt.backends.s3_protocol.own_faults import is_own_fault
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ _THROTTLED_ATTEMPTS = 4
 _FIRST_THROTTLED_PAUSE_S, _LONGEST_THROTTLED_PAUSE_S = 1.0, 20.0
 _ONE_OUTAGE_S = 60.0
 """Failures that lie further apart do not belong together."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -55,6 +60,9 @@ class Retries:
         self._lock = threading.Lock()
         self._outage: _Outage | None = None
         self._throttled_at_s = -math.inf
+        self._asking = threading.Lock()
+        self._refused_at_s = -math.inf
+        self._refusal: Exception | None = None
 
     def __reduce__(self) -> tuple[type[Retries], tuple[str, int, float]]:
         return Retries, (self._url, self._max_attempts, self._timeout_s)
@@ -99,6 +107,40 @@ class Retries:
             self._throttled_at_s = time.monotonic()
             time.sleep(random.uniform(0, _FIRST_THROTTLED_PAUSE_S))
 
+    def until_given(self, ask: Callable[[], T], secrets: Callable[[], list[str]]) -> T:
+        """Call `ask`, which may ask a service for credentials; again while that is busy or out of reach, as long as S3 is.
+
+        One thread asks at a time. What it is refused, those that waited for it are refused too.
+        """
+        began_at_s = time.monotonic()
+        with self._asking:
+            if self._refusal is not None and self._refused_at_s > began_at_s:
+                raise self._refusal
+            try:
+                return self._ask_patiently(ask, secrets)
+            except Exception as error:
+                self._refusal = error
+                self._refused_at_s = time.monotonic()
+                raise
+
+    def _ask_patiently(self, ask: Callable[[], T], secrets: Callable[[], list[str]]) -> T:
+        began_at_s = time.monotonic()
+        for attempt in itertools.count(1):
+            try:
+                return ask()
+            except Exception as error:
+                refusal = Refusal(error)
+                is_unanswered = is_connection_error(error) or got_no_answer(error)
+                most = self._max_attempts * (_THROTTLED_ATTEMPTS if refusal.is_throttled else 1)
+                is_late = is_unanswered and time.monotonic() - began_at_s >= self._timeout_s
+                if not refusal.may_pass or attempt >= most or is_late:
+                    raise
+                reason = scrub(text_of(error), secrets())
+                self._note_failure(reason, unreachable=is_unanswered)
+                self.note(reason)
+            time.sleep(_pause_s(attempt))
+        raise AssertionError
+
     def succeeded(self) -> None:
         """Note that the server has answered."""
         self._outage = None
@@ -106,8 +148,10 @@ class Retries:
     def _judge(self, attempts: int, error: Exception, secrets: Callable[[], list[str]]) -> float | None:
         """Return the pause before the next try, or None to leave that to the SDK.
 
-        Raises `error` if it is time to give up.
+        Raises `error` if it is time to give up, or no server can cure it.
         """
+        if is_own_fault(error):
+            raise error
         outage = self._note_failure(scrub(text_of(error), secrets()), unreachable=is_unreachable(error))
         left_s = outage.began_at_s + self._timeout_s - outage.last_at_s
         if not outage.unreachable or left_s == math.inf or attempts >= self._max_attempts:
@@ -133,7 +177,7 @@ class Retries:
         self._note_failure(f"the server {about} {f'({code})' if is_throttled else status}", unreachable=False)
         if not is_throttled or attempts >= _THROTTLED_ATTEMPTS * self._max_attempts:
             return None
-        return random.uniform(0, min(_LONGEST_THROTTLED_PAUSE_S, 0.5 * 2.0 ** min(attempts, 8)))
+        return _pause_s(attempts)
 
     def _note_failure(self, reason: str, *, unreachable: bool) -> _Outage:
         now_s, outage = time.monotonic(), self._outage
@@ -141,3 +185,8 @@ class Retries:
             self._outage = outage = _Outage(now_s, now_s)
         outage.last_at_s, outage.reason, outage.unreachable = now_s, reason, unreachable
         return outage
+
+
+def _pause_s(attempts: int) -> float:
+    """Return how long to wait before the next try at a server that asks for fewer requests."""
+    return random.uniform(0, min(_LONGEST_THROTTLED_PAUSE_S, 0.5 * 2.0 ** min(attempts, 8)))

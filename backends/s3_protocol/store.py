@@ -37,7 +37,7 @@ from ckpt.backends.cancellable_reads import Read, Reads
 from ckpt.backends.fsspec_listings import forget_listings
 from ckpt.backends.options import scrub
 from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, Replaced, UploadGone, text_of
-from ckpt.backends.s3_protocol.multipart import begin_upload, put_in_parts
+from ckpt.backends.s3_protocol.multipart import begin_upload, put_object
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
 from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
 from ckpt.backends.s3_protocol.resumed_uploads import drop
@@ -116,14 +116,11 @@ class S3ApiStore(Store):
             forget_listings(self.url, [key])
 
     def _put(self, key: str, body: Body, size: int, create: bool, note: UploadNote | None) -> int:
+        parts_of = size if body.nbytes > size else None
+        compare = functools.partial(holds, self, key, body)
         for attempt in itertools.count(1):
             try:
-                if body.nbytes > size:
-                    compare = functools.partial(holds, self, key, body)
-                    return put_in_parts(self._s3, key, body, size, create=create, note=note, holds=compare)
-                with body.part(0, body.nbytes) as part:
-                    self._s3.put(key, part, create=create)
-                return 0
+                return put_object(self._s3, key, body, parts_of, create=create, note=note, holds=compare)
             except (UploadGone, Conflict) as error:
                 # The server forgot the upload, as some do in a restart; or another conditional
                 # write of this key was in flight, and S3 wants ours begun anew. Either way nothing
@@ -268,17 +265,16 @@ class _RawRequests:
 
     def __init__(self, s3: S3Requests) -> None:
         self._s3 = s3
-        # The endpoint in use, which may come from the environment or the SDK's configuration files.
-        self.bucket_url = f"{s3.client.meta.endpoint_url}/{s3.bucket}"
+        self.bucket_url = s3.bucket_url
+
+    @property
+    def checksum(self) -> str:
+        return self._s3.checksums.kind
 
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
         try:
             with self._upload_found(key):
-                if part_size_bytes is not None:
-                    put_in_parts(self._s3, key, body, part_size_bytes, create=create)
-                else:
-                    with body.part(0, body.nbytes) as part:
-                        self._s3.put(key, part, create=create)
+                put_object(self._s3, key, body, part_size_bytes, create=create)
             return True
         except NotImplementedByServer:
             return False

@@ -240,6 +240,10 @@ class _BoundedRequests:
     def __init__(self, inner: RawRequests, store: DeadlineStore) -> None:
         self._inner, self._run, self.bucket_url = inner, store.run, inner.bucket_url
 
+    @property
+    def checksum(self) -> str:
+        return self._inner.checksum
+
     def put(self, key: str, body: Body, *, create: bool = False, part_size_bytes: int | None = None) -> bool:
         def work(_: Operation) -> bool:
             return self._inner.put(key, body, create=create, part_size_bytes=part_size_bytes)

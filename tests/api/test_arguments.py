@@ -24,6 +24,7 @@ from support.strict_s3 import strict_s3
 import ckpt
 from ckpt.backends.base import MIB, Capabilities, part_size_bytes
 from ckpt.backends.memory import MemoryStore
+from ckpt.backends.options import options_dict
 from ckpt.backends.paths import filesystem_type
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.registry import open_store, register
@@ -73,7 +74,7 @@ def test_threads(tmp_path: Path, threads: int) -> None:
         ({"secret": "only"}, "key and secret belong together"),
         ({"config_kwargs": {"no_such_thing": 1}}, "no_such_thing"),
         ({"client_kwargs": {"no_such_thing": 1}}, "no_such_thing"),
-        ({"checksum": "md5"}, "checksum must be 'crc64nvme' or 'none'"),
+        ({"checksum": "sha1"}, "checksum must be 'crc64nvme', 'md5' or 'none'"),
         ({"unknown": 1}, r"unknown storage option\(s\) unknown; known are anon, checksum"),
         ({"endpoint": "x"}, r"endpoint \(did you mean endpoint_url\?\); known are"),
         ({"aws_session_token": "x"}, r"aws_session_token \(did you mean token\?\)"),
@@ -456,3 +457,13 @@ def _save_as_nobody(rank: int, url: str) -> str:
     with pytest.raises(SaveFailed) as caught:
         ckpt.save({"t": torch.ones(3)}, url)
     return f"{type(caught.value.failures[0]).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+@pytest.mark.parametrize("name", ["client_cert", "proxy_client_cert", "cert", "auth"])
+def test_pairs_may_be_lists_as_json_writes_them(name: str, form: Any) -> None:
+    """At any depth; other lists stay lists."""
+    given = {"config_kwargs": {name: form(["a", "b"]), "names": ["a", "b"]}}
+    assert options_dict(given) == {"config_kwargs": {name: ("a", "b"), "names": ["a", "b"]}}
+    with pytest.raises(ConfigurationError, match=f"{name} must be a text or a pair of texts"):
+        options_dict({name: ["a", "b", "c"]})

@@ -103,7 +103,9 @@ def hung() -> Iterator[DeadlineStore]:
 
 def test_every_operation_is_bounded_or_named() -> None:
     assert operations_of(Store) == BOUNDED.keys() | NOT_BOUNDED.keys()
-    assert operations_of(RawRequests) == BOUNDED_REQUESTS.keys() | {"learn", "name_of"}, "these send nothing"
+    assert operations_of(RawRequests) == BOUNDED_REQUESTS.keys() | {"learn", "name_of", "checksum"}, (
+        "these send nothing"
+    )
 
 
 @pytest.mark.parametrize("operation", BOUNDED)

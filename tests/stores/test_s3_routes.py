@@ -18,7 +18,7 @@ from support.strict_s3 import Request, StrictS3, strict_s3
 
 from ckpt.backends.base import MIB, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
-from ckpt.errors import AccessDenied, StorageError, StorageUnavailable
+from ckpt.errors import AccessDenied, ConfigurationError, StorageError, StorageUnavailable
 from ckpt.testing import CheckedBody
 
 DATA = secrets.token_bytes(6 * MIB)
@@ -98,7 +98,7 @@ def test_a_tunnel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) 
             works(store)
         assert set(proxy.asked) <= {"objects.invalid:443", "bucket.objects.invalid:443"}
         assert server.requests
-        with opened(options, scheme) as store, pytest.raises(StorageUnavailable, match=r"SSL.*certificate"):
+        with opened(options, scheme) as store, pytest.raises(ConfigurationError, match=r"SSL.*certificate"):
             store.stat("k")
         monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//me:wrong-pw@"))
         with (

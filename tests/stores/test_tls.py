@@ -24,7 +24,7 @@ from ckpt.backends.base import MIB, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.backends.s3_protocol import tls as tls_module
 from ckpt.backends.s3_protocol.tls import Sessions, TlsSocket, use_large_pieces
-from ckpt.errors import StorageUnavailable
+from ckpt.errors import ConfigurationError
 
 DATA = secrets.token_bytes(13 * MIB + 5)
 VERSIONS = [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3]
@@ -124,7 +124,7 @@ def test_a_certificate_that_nobody_trusts(scheme: str, tmp_path: Path) -> None:
     _, trusted = certificate(other)
     with (
         served(tmp_path, scheme, client_kwargs={"verify": str(trusted)}) as (server, store),
-        pytest.raises(StorageUnavailable, match=r"(?i)certificate verify failed"),
+        pytest.raises(ConfigurationError, match=r"(?i)certificate verify failed"),
     ):
         put_bytes(store, "k", b"x")
     assert not server.objects
@@ -135,7 +135,7 @@ def test_a_certificate_of_another_host(tmp_path: Path) -> None:
         options = {**server.options, "client_kwargs": {"verify": str(tmp_path / "server.pem")}}
         options["endpoint_url"] = server.endpoint_url.replace("127.0.0.1", "localhost")
         store = open_store("s3://bucket/root", {**options, "max_attempts": 1}, threads=1)
-        with pytest.raises(StorageUnavailable, match="hostname 'localhost' doesn't match"):
+        with pytest.raises(ConfigurationError, match="hostname 'localhost' doesn't match"):
             put_bytes(store, "k", b"x")
         store.close()
 

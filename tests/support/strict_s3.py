@@ -223,6 +223,13 @@ class _Handler(Handler):
     # -- what the API does -----------------------------------------------------------------------------
 
     def _verify(self, request: Request, data: bytes) -> str:
+        is_of_data = request.operation != "CompleteMultipartUpload"
+        digest = request.headers.get("content-md5") if is_of_data else None
+        if (
+            digest is not None
+            and base64.b64decode(digest) != hashlib.md5(data, usedforsecurity=False).digest()
+        ):
+            raise _Refused(400, "BadDigest")
         declared = request.headers.get("x-amz-checksum-crc64nvme")
         if declared is None:
             if self.state.requires_checksums:
