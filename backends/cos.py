@@ -108,7 +108,7 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
         import ibm_botocore.session
         from ibm_botocore.client import Config
     except ImportError as error:
-        raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install 'ckpt-storage[cos]'") from error
+        raise ConfigurationError("cos:// needs ibm-cos-sdk: pip install './ckpt-storage[cos]'") from error
     core = new_session(ibm_botocore.session)
     session = ibm_boto3.Session(botocore_session=core)
     ask_no_person(core.get_component("credential_provider"), profile_of(options))

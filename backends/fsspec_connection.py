@@ -52,7 +52,7 @@ def known_protocols(wanted: str) -> set[str]:
     try:
         import fsspec
     except ImportError as error:
-        raise ConfigurationError(f"{wanted}:// needs fsspec: pip install 'ckpt-storage[fsspec]'") from error
+        raise ConfigurationError(f"{wanted}:// needs fsspec: pip install './ckpt-storage[fsspec]'") from error
     return {*fsspec.available_protocols(), *fsspec.registry}
 
 

@@ -108,6 +108,18 @@ def list_way_to(path: str) -> None:
             return
 
 
+def link_refusal(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> OSError | None:
+    """Give a file a second name; return the refusal, FileExistsError if the name is taken.
+
+    Any other means that this file system makes no hard links, whatever number it gives: EPERM, EXDEV, 524 of NFS.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        return error
+    return None
+
+
 def fsync_directory(path: str) -> None:
     """Make the names in a directory durable, if its file system can."""
     try:

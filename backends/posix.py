@@ -59,7 +59,6 @@ _ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
     StorageFull: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     StorageUnavailable: (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
 }
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class PosixStore(Store):
@@ -338,23 +337,27 @@ def _publish(temporary: str, path: str, mode: PutMode) -> None:
     if mode is PutMode.OVERWRITE:
         os.replace(temporary, path)
         return
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # Over NFS, a link can work, its reply get lost, and its repetition find the name taken.
-        if os.stat(temporary).st_nlink != 2 or not os.path.samefile(temporary, path):
-            raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # No hard links here (FUSE): look, then rename. Two creators can both win, and the
-        # capabilities of such a file system say so.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+    refusal = paths.link_refusal(temporary, path)
+    # Over NFS, a link can work, its reply get lost, and its repetition find the name taken.
+    if refusal is not None and not _is_linked(temporary, path):
+        if isinstance(refusal, FileExistsError):
+            raise refusal
+        # No hard links here: rename. Two creators can both win, and the capabilities of such a file system say so.
         os.replace(temporary, path)
         return
     with contextlib.suppress(OSError):  # the file has its name; a second one does no harm
         os.unlink(temporary)
+
+
+def _is_linked(temporary: str, path: str) -> bool:
+    """Return True if both names are of one file, False if `path` is free. Raises FileExistsError for another file."""
+    try:
+        facts = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    if os.stat(temporary).st_nlink == 2 and os.path.samestat(os.lstat(temporary), facts):
+        return True
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
 
 def _begin_writeback(fd: int, start: int, nbytes: int) -> None:

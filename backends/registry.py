@@ -34,6 +34,9 @@ _WITH_PART_SIZE = frozenset({"s3", "cos"})
 _FSSPEC_PATHS = frozenset({"local", "fsspec+file", "fsspec+local"})
 """Schemes whose URLs can be relative paths."""
 _MANGLED = re.compile(r"((?:[A-Za-z0-9+]+::)*[A-Za-z0-9+]+)(:/|:(?!:)|//)(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}|\$[A-Z_][A-Z0-9_]*\b|(?<![^/])\$[A-Za-z_]\w*(?![^/])")
+"""`$NAME` or `${NAME}`; in small letters only as a whole name between slashes."""
+_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _FSSPEC_STORAGE = frozenset(
     {"abfs", "abfss", "adl", "az", "dbfs", "ftp", "gcs", "gdrive", "gs", "hdfs", "hf", "http", "https", "lakefs",
      "oci", "ocilake", "oss", "s3a", "s3n", "sftp", "smb", "ssh", "tos", "tosfs", "webdav", "webhdfs"}
@@ -114,6 +117,7 @@ def normal_url(url: str | os.PathLike[str]) -> str:
     if "\0" in text:
         raise ConfigurationError(f"no path or URL contains a NUL character: {redact_url(text)!r}")
     scheme, separator, rest = text.partition("://")
+    _refuse_unexpanded(text)
     if separator:
         scheme = scheme.lower()
         is_relative = scheme in _FSSPEC_PATHS and not rest.startswith(("/", "~"))
@@ -167,6 +171,20 @@ def _own_schemes() -> set[str]:
     from importlib.metadata import entry_points
 
     return {*_factories, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))}
+
+
+def _refuse_unexpanded(text: str) -> None:
+    """Raise ConfigurationError for the name of a variable, which only a shell expands, and for a path of Windows."""
+    variable = _VARIABLE.search(text)
+    if variable is not None and not text.lower().startswith("file://"):
+        raise ConfigurationError(
+            f"{redact_url(text)!r} has {variable[0]!r} in it, which only a shell expands: write its value (os.path.expandvars), "
+            "or file:///... for a folder of that name"
+        )
+    if _WINDOWS.match(text) and os.sep == "/":
+        raise ConfigurationError(
+            f"{redact_url(text)!r} is a path of Windows, which this system does not have; a folder of that name is './...'"
+        )
 
 
 def _refuse_mangled(path: str) -> None:

@@ -54,7 +54,7 @@ def _make_client(options: Mapping[str, Any], threads: int) -> Any:
         from botocore import UNSIGNED
         from botocore.config import Config
     except ImportError as error:
-        raise ConfigurationError("s3:// needs boto3: pip install 'ckpt-storage[s3]'") from error
+        raise ConfigurationError("s3:// needs boto3: pip install './ckpt-storage[s3]'") from error
     settings = client_settings(options, threads)
     if options["anon"]:
         settings["signature_version"] = UNSIGNED

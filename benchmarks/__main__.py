@@ -120,7 +120,7 @@ def _draw(results: Results, cases: Sequence[Case], output: Path) -> None:
         from benchmarks.report.chart import draw_chart
         from benchmarks.report.plots import draw
     except ImportError as error:
-        console.print(f"no plots: {error}; pip install 'ckpt-storage[bench]'", style="yellow")
+        console.print(f"no plots: {error}; pip install './ckpt-storage[bench]'", style="yellow")
         return
     draw(results, cases, output)
     draw_chart(results, output)

@@ -39,7 +39,7 @@ def hasher_of(algorithm: str) -> Callable[[memoryview | bytes], Hasher]:
         return _blake3()
     except ImportError:
         raise ConfigurationError(
-            "digests of the kind blake3 need the package blake3: pip install 'ckpt-storage[sign]'"
+            "digests of the kind blake3 need the package blake3: pip install './ckpt-storage[sign]'"
         ) from None
 
 

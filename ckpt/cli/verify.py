@@ -155,7 +155,7 @@ def not_checked(algorithm: str) -> str:
     """Say why digests of this algorithm were not checked, and what helps."""
     hint = "this version knows none of that kind"
     if algorithm == "blake3":
-        hint = "that needs the package blake3: pip install 'ckpt-storage\\[sign]'"
+        hint = "that needs the package blake3: pip install './ckpt-storage\\[sign]'"
     return f"({shown(algorithm)}) were not checked; {hint}"
 
 

@@ -19,6 +19,7 @@ from ckpt.cli.options import (
     parse_storage_options,
 )
 from ckpt.cli.printing.output import EXIT_PROBLEM, Output, command
+from ckpt.cli.printing.streams import output_is_unread
 from ckpt.errors import ConfigurationError
 from ckpt.words import age, count, printable, shown, size
 
@@ -174,7 +175,7 @@ def _follow(watcher: Watcher, runs: Command | None, output: Output, *, stops: bo
             has_failed = execution is not None and execution.outcome == "failed"
             failures += has_failed
             _print(output, checkpoint, execution)
-            if has_failed and stops:
+            if (has_failed and stops) or (runs is None and output_is_unread()):
                 break
     return failures
 

@@ -72,6 +72,8 @@ KINDS = {
     "float8_e4m3fn": Kind(1, 0x7E, has_infinity=False),
     "float8_e4m3fnuz": Kind(1, 0, nan=0x80),
     "float8_e5m2fnuz": Kind(1, 0, nan=0x80),
+    "complex32": Kind(2, 0x1F << 10),
+    "bcomplex32": Kind(2, 0xFF << 7),
     "complex64": Kind(4, 0xFF << 23),
     "complex128": Kind(8, 0x7FF << 52),
 }

@@ -20,6 +20,7 @@ from ckpt.conversion.safetensors_source import SafetensorsSource
 from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
+from ckpt.format.mistaken_files import mistaken_file
 from ckpt.format.model_index import SUFFIXES
 from ckpt.reading.no_checkpoint import has_parts_of_save
 from ckpt.reading.opening import is_rank_local
@@ -117,9 +118,8 @@ def _open_model(location: Location, threads: Executor) -> TensorSource | None:
         return SafetensorsSource(location, key, threads)
     if head == _ZIP or key.endswith(_TORCH_SUFFIXES):
         return TorchFileSource(folder, stat, threads)
-    raise FormatError(
-        "is not a torch.save archive, nor, by its name, a safetensors file", url=folder.url, key=key
-    )
+    text = mistaken_file(folder, stat) or "is not a torch.save archive, nor, by its name, a safetensors file"
+    raise FormatError(text, url=folder.url, key=key)
 
 
 def _open_folder(folder: Store, threads: Executor) -> TensorSource | None:

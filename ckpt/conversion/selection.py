@@ -123,6 +123,11 @@ def select(source: TensorSource, rules: Rules) -> Selection:
         for name in source.objects
         if name not in noted and _is_wanted(name, rules) and not rules.weights_only
     ]
+    if rules.weights_only:
+        unmade = {name: kind for name, kind in source.unmade.items() if _is_wanted(name, rules)}
+        selection.dropped |= {
+            name: f"--weights-only: an object of the class {kind}" for name, kind in unmade.items()
+        }
     new_names = _new_names([*tensors, *objects], rules.rename)
     if not new_names:
         raise ConfigurationError(

@@ -86,6 +86,7 @@ class TensorSource(ABC):
         tensors, objects: by name, in the order of the source.
         paths: in the nested state, by name, where known.
         aliases: tensors that share memory with another one, and its name.
+        unmade: objects of classes that are not known here, by name, and the class: they can be left out alone.
         tags: of a checkpoint of this library.
         model_folder: the folder whose other files belong to the model: its configuration, its
             tokenizer.
@@ -98,6 +99,7 @@ class TensorSource(ABC):
     objects: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    unmade: dict[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     model_folder: Store | None = None
 

@@ -16,11 +16,12 @@ from ckpt.conversion.source import FileSource, Location, Region, TensorFacts
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError, UnsafeContent
 from ckpt.format.elements import StoredTensor
 from ckpt.format.fqns import STRUCTURE
+from ckpt.format.mistaken_files import mistaken_file
 from ckpt.state.structure import encode, structure_of
-from ckpt.stock.item_archive import check_archive
 from ckpt.stock.item_files import PagedFile
 from ckpt.stock.payload_finder import is_plain_tensor, load_meta
-from ckpt.stock.safe_load import first_line, reason
+from ckpt.stock.safe_load import bounded_file, checked_inert, first_line, reason
+from ckpt.stock.stand_ins import StandIn, Unmade, made_real, values_in
 from ckpt.torch_private import checkpoint_offset, flatten_state_dict
 
 _MAX_FRAME_BYTES = 256 << 20
@@ -41,10 +42,13 @@ class TorchFileSource(FileSource):
     ) -> None:
         location = Location(folder, stat.key)
         super().__init__("torch", location, {stat.key: stat}, threads, has_folder)
-        self._key, self._size_bytes = stat.key, stat.size_bytes
+        self._stat = stat
+        self._key = stat.key
+        self._size_bytes = stat.size_bytes
         self._lazy: dict[str, tuple[bool, bool]] = {}  # is_conj, is_neg
         self._refused: dict[str, str] = {}
         self._values: dict[str, Any] = {}
+        self._looks_left = _MAX_GROWTH * stat.size_bytes
         with self._errors_named():
             self._state = self._load()
             self._add_all(self._state)
@@ -64,7 +68,8 @@ class TorchFileSource(FileSource):
 
         file = PagedFile(read_at, self._size_bytes, max_bytes=_MAX_FRAME_BYTES)
         try:
-            state = load_meta(check_archive(file), file, self._threads)
+            with checked_inert(file) as reader:
+                state = load_meta(reader, file, self._threads)
         except pickle.UnpicklingError as error:
             raise UnsafeContent(
                 f"contains a pickle that could run code when loaded ({reason(error)})",
@@ -76,9 +81,14 @@ class TorchFileSource(FileSource):
             if file.failure is not None:
                 raise file.failure from error
             text = f"cannot be read as a torch.save archive (of torch 1.6 or newer): {first_line(error)}"
-            raise FormatError(text) from None
+            raise FormatError(mistaken_file(self._store, self._stat) or text) from None
         if isinstance(state, dict):
             return state
+        if isinstance(state, Unmade):
+            text = f"holds an object of the class {state.name}, whose code is not run, not a dict with a model's state"
+            raise UnsafeContent(
+                text, advice="if you trust it, load it with torch.load, and save its state_dict()"
+            )
         raise FormatError(f"holds a {type(state).__name__}, not a dict with a model's state")
 
     def _add_all(self, state: dict[str, Any]) -> None:
@@ -93,6 +103,7 @@ class TorchFileSource(FileSource):
             if not isinstance(value, torch.Tensor):
                 self.objects.append(name)
                 self._values[name] = value
+                self._note_unmade(name, value)
                 continue
             memory = self._add(name, value)
             if memory is None:
@@ -107,6 +118,17 @@ class TorchFileSource(FileSource):
                 self._values[noted], self.paths[noted] = encode(structure), (STRUCTURE, str(name))
         if total > _MAX_GROWTH * self._size_bytes + _SLACK_BYTES:
             raise UnsafeContent(f"has tensors of {total} bytes in all, far more than are stored")
+
+    def _note_unmade(self, name: str, value: Any) -> None:
+        """Note an object that is, or holds, one of a class that is not known here."""
+        for each in values_in(value):
+            self._looks_left -= 1
+            if self._looks_left < 0:  # a few bytes can name a large list once more
+                raise UnsafeContent("holds the same values very many times")
+            kind = each if isinstance(each, type) else type(each)
+            if issubclass(kind, Unmade):
+                self.unmade[name] = kind.name
+                return
 
     def _add(self, name: str, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Note the place of a tensor, or why it is refused; return a key of its memory."""
@@ -137,6 +159,11 @@ class TorchFileSource(FileSource):
             if name in names:
                 text = f"{name[:200]!r} is {kind} and cannot be converted; --exclude it, or save it dense"
                 raise ConfigurationError(text, url=self._store.url, key=self._key)
+        for name, kind in self.unmade.items():
+            if name in names:
+                text = f"{name[:200]!r} is or holds an object of the class {kind}, whose code is not run"
+                advice = f"leave it out: --exclude {name[:200]!r}, or --weights-only"
+                raise UnsafeContent(text, advice=advice, url=self._store.url, key=self._key)
 
     def read(self, regions: Sequence[Region]) -> None:
         stored_regions: list[Region] = []
@@ -159,7 +186,15 @@ class TorchFileSource(FileSource):
 
     def load_object(self, name: str) -> Any:
         with self._errors_named():
-            return self._real(self._values[name], name)
+            value = self._real(self._values[name], name)
+            if not any(isinstance(each, StandIn) for each in values_in(value)):
+                return value
+            try:
+                return made_real(value, lambda: bounded_file(self._size_bytes))
+            except pickle.UnpicklingError as error:
+                raise UnsafeContent(
+                    f"{name[:200]!r} is an object that cannot be made: {first_line(error)}"
+                ) from None
 
     def _real(self, value: Any, name: str) -> Any:
         """Replace the meta tensors in an object, which come from tuples, by real ones."""

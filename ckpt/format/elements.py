@@ -36,6 +36,7 @@ _SAME = frozenset(
         "complex128",
     ]
 )
+_WIDENED = frozenset({"bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu"})
 _FLOAT8 = {
     "float8_e4m3fn": (3, 7, (0x7F, 0xFF), ()),
     "float8_e4m3fnuz": (3, 8, (0x80,), ()),
@@ -52,7 +53,7 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
 
 def has_values(dtype: str) -> bool:
     """Tell whether `values_of` knows a dtype."""
-    return dtype in _SAME or dtype in _FLOAT8 or dtype in ("bfloat16", "complex32", "float8_e8m0fnu")
+    return dtype in _SAME or dtype in _FLOAT8 or dtype in _WIDENED
 
 
 def values_of(elements: Elements, dtype: str) -> Elements:
@@ -65,7 +66,9 @@ def values_of(elements: Elements, dtype: str) -> Elements:
     values: Elements
     flat = elements.reshape(-1)
     if dtype == "bfloat16":
-        values = (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        values = _bfloat16(flat)
+    elif dtype == "bcomplex32":
+        values = _bfloat16(flat).view(np.complex64)
     elif dtype == "complex32":
         values = flat.view(np.float16).astype(np.float32).view(np.complex64)
     elif dtype == "float8_e8m0fnu":
@@ -76,6 +79,11 @@ def values_of(elements: Elements, dtype: str) -> Elements:
     else:
         raise ConfigurationError(f"values of dtype {dtype} cannot be shown; NumPy has no such dtype")
     return values.reshape(elements.shape)
+
+
+def _bfloat16(elements: Elements) -> Elements:
+    widened: Elements = (elements.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return widened
 
 
 def _float8(mantissa_bits: int, bias: int, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Elements:

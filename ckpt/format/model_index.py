@@ -16,6 +16,7 @@ from ckpt.consistency.seal import seal_json
 from ckpt.errors import FormatError
 from ckpt.format.columns import Columns, ObjectRow
 from ckpt.format.dtypes import item_bytes
+from ckpt.format.mistaken_files import mistaken_for
 from ckpt.format.names import INDEX_SUFFIX, MODEL_INDEX_KEY, SINGLE_MODEL_KEY
 
 SUFFIXES = (".safetensors", INDEX_SUFFIX)
@@ -63,7 +64,8 @@ def parse_model_index(raw: bytes | bytearray, *, url: str, key: str) -> dict[str
                     f"its weight_map names {str(file)[:80]!r}, which is not a name in this folder"
                 )
     except ValueError as error:
-        raise FormatError(f"not a valid index: {error}", url=url, key=key) from None
+        text = mistaken_for(raw) or f"not a valid index: {error}"
+        raise FormatError(text, url=url, key=key) from None
     return files
 
 

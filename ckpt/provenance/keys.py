@@ -13,7 +13,7 @@ try:
     from cryptography.hazmat.primitives.asymmetric import ec
 except ImportError:
     raise ConfigurationError(
-        "signatures need the package cryptography: pip install 'ckpt-storage[sign]'"
+        "signatures need the package cryptography: pip install './ckpt-storage[sign]'"
     ) from None
 
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")

@@ -42,7 +42,7 @@ class TokenSigner:
             import PyKCS11
         except ImportError:
             raise ConfigurationError(
-                "keys in a token need the package PyKCS11: pip install 'ckpt-storage[pkcs11]'"
+                "keys in a token need the package PyKCS11: pip install './ckpt-storage[pkcs11]'"
             ) from None
         self._api: Any = PyKCS11
         self._path, self._query = _parsed(uri)

@@ -30,6 +30,7 @@ from ckpt.state.module_loading import (
     untaken_text,
 )
 from ckpt.state.module_notes import Slot, emptied, note_of, plan_empty, warn_of_versions, with_versions
+from ckpt.state.parts import text_of_wrong_object
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, build, is_flattened, leaves, name_of, structure_of
 from ckpt.state.targets import Targets, shortened
@@ -63,9 +64,7 @@ class ModelState:
     def __init__(self, model: nn.Module | Sequence[nn.Module], *, frozen: bool = True) -> None:
         models = [model] if isinstance(model, nn.Module) else model
         if not isinstance(models, list | tuple) or not all(isinstance(each, nn.Module) for each in models):
-            raise ConfigurationError(
-                f"model= takes a torch.nn.Module, or a list of them, not {type(model).__name__}"
-            )
+            raise ConfigurationError(text_of_wrong_object("model", "torch.nn.Module", model))
         self._models: list[nn.Module] = [without_fabric(each) for each in models]
         self.names = TensorNames(self._models)
         self._frozen = frozen

@@ -29,6 +29,7 @@ from ckpt.state.optimizer_groups import (
     stored_groups,
     stored_names,
 )
+from ckpt.state.parts import text_of_wrong_object
 from ckpt.state.stored import StoredPart, StoredValue
 from ckpt.state.structure import Structure, structure_of
 from ckpt.state.targets import Targets, shortened
@@ -64,10 +65,10 @@ class OptimizerState:
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         if isinstance(optimizers, Mapping) or not isinstance(optimizers, Iterable):
-            raise ConfigurationError(_not_optimizers(optimizer))
+            raise ConfigurationError(text_of_wrong_object("optimizer", "torch.optim.Optimizer", optimizer))
         optimizers = [without_fabric(each) for each in optimizers]
         if not all(isinstance(each, Optimizer) for each in optimizers):
-            raise ConfigurationError(_not_optimizers(optimizer))
+            raise ConfigurationError(text_of_wrong_object("optimizer", "torch.optim.Optimizer", optimizer))
         self._model = model if isinstance(model, ModelState | None) else ModelState(model)
         if model is None and any(flat_parameters.are_shards(parameters_of(each)) for each in optimizers):
             raise ConfigurationError(_FSDP1_BY_NUMBER)
@@ -214,10 +215,3 @@ def _add_names(seen: set[Name], groups: Iterable[Mapping[str, Any]]) -> None:
             "save each as a part of its own, as in training_state(model=model, first=..., second=...)"
         )
     seen |= names
-
-
-def _not_optimizers(value: object) -> str:
-    advice = "give a list of its values" if isinstance(value, Mapping) else "give the Optimizer that it wraps"
-    return (
-        f"optimizer= takes a torch.optim.Optimizer, or a list of them, not {type(value).__name__}: {advice}"
-    )

@@ -172,9 +172,9 @@ def like_of(path: Path, value: StoredValue, live: Any, flag: str | None, targets
 def _device(live: Any, flag: str | None) -> torch.device | None:
     if isinstance(live, torch.Tensor) and not live.is_meta:
         return live.device
-    if flag in (None, "dtensor", "cpu") or not torch.accelerator.is_available():
+    if flag in (None, "dtensor", "cpu"):
         return None
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator(check_available=True)
     return (
         None
         if kind is None or kind.type != flag
@@ -288,3 +288,12 @@ def filled(live: Any, loaded: Any) -> Any:
         live[:] = [filled(before, value) for before, value in zip(own, loaded, strict=False)]
         return live
     return loaded
+
+
+def text_of_wrong_object(argument: str, kind: str, value: object) -> str:
+    """Describe the error of a value that is neither an object of `kind` nor a list of them, such as its state dict."""
+    text = f"{argument}= takes a {kind}, or a list of them, not {type(value).__name__}"
+    if isinstance(value, Mapping):
+        are_objects = bool(value) and all(hasattr(each, "state_dict") for each in value.values())
+        return f"{text}: give {'a list of its values' if are_objects else f'the {argument} itself, not its state_dict()'}"
+    return f"{text}: give the one that it wraps" if hasattr(value, "state_dict") else text

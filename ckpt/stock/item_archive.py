@@ -30,10 +30,12 @@ _END, _LOCATOR, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 _LITTLE = (None, torch.serialization.LoadEndianness.LITTLE)
 
 
-def check_archive(file: ItemFile, made: Mapping[str, Hash] = MappingProxyType({})) -> Any:
+def check_archive(
+    file: ItemFile, made: Mapping[str, Hash] = MappingProxyType({}), filled: dict[str, type] | None = None
+) -> Any:
     """Return torch's reader of `file`, an archive whose records together are no larger than it.
 
-    `made`: as for `check_torch_pickle`.
+    `made`, `filled`: as for `check_torch_pickle`.
 
     Raises FormatError if records are compressed, share bytes, or have names that torch never gives;
     UnsafeContent if its pickle names what pickling itself would call, or asks for far more than is
@@ -57,7 +59,7 @@ def check_archive(file: ItemFile, made: Mapping[str, Hash] = MappingProxyType({}
         raise FormatError("an archive whose records are compressed, or overlap")
     if reader.has_record("data.pkl"):
         data = reader.get_record("data.pkl")
-        check_torch_pickle(data, lambda key: size_of(f"data/{key}"), made)
+        check_torch_pickle(data, lambda key: size_of(f"data/{key}"), made, {} if filled is None else filled)
     return reader
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ckpt.errors import FormatError, UnsafeContent
+from ckpt.format.mistaken_files import mistaken_for
 from ckpt.format.planner_data import NotPlain, check_planner_data
 from ckpt.gc_pause import no_gc
 from ckpt.stock.inert_unpickler import StandIn, load_inert
@@ -34,10 +35,10 @@ def decode_metadata(data: bytes | bytearray | memoryview, *, url: str, key: str)
     try:
         with no_gc():
             return _metadata(load_inert(bytes(data), _CLASSES, foreign_paths=True), len(data))
-    except UnsafeContent as error:
-        raise UnsafeContent(f"refused: {error.message}", url=url, key=key) from None
     except Exception as error:
-        text = f"not valid checkpoint metadata: {type(error).__name__}: {error}"
+        if isinstance(error, UnsafeContent) and mistaken_for(data) is None:
+            raise UnsafeContent(f"refused: {error.message}", url=url, key=key) from None
+        text = mistaken_for(data) or f"not valid checkpoint metadata: {type(error).__name__}: {error}"
         raise FormatError(text[:500], url=url, key=key) from error
 
 

@@ -12,7 +12,7 @@ import contextlib
 import io
 import math
 import pickletools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,15 +45,18 @@ _PICKLE_HOOKS = frozenset(
 """An instance with such an attribute would be pickled by it."""
 
 
-def check_torch_pickle(data: bytes, storage_bytes: Callable[[str], int], made: Mapping[str, Hash]) -> None:
+def check_torch_pickle(
+    data: bytes, storage_bytes: Callable[[str], int], made: Mapping[str, Hash], filled: dict[str, type]
+) -> None:
     """Refuse `data` unless loading it takes at most a small multiple of its size and of its storages.
 
     `storage_bytes` returns the size of a storage's record by its key. `made` are names beyond torch's own whose values
-    are made here, of arguments that are checked then, and how their hashes come about. Raises UnsafeContent if it
+    are made here, of arguments that are checked then, and how their hashes come about. `filled` gets those of them
+    whose values get items later, with the type of such a container. Raises UnsafeContent if the pickle
     asks for more, or for what torch's pickles never have, and any exception if it is damaged.
     """
     with contextlib.suppress(_Refused):
-        _Walk(storage_bytes, _MAX_GROWTH * len(data) + _SLACK, made).run(data)
+        _Walk(storage_bytes, _MAX_GROWTH * len(data) + _SLACK, made, filled).run(data)
 
 
 class _Refused(Exception):
@@ -82,9 +85,11 @@ class _Made:
         chosen: items of a list whose hashes the pickle's author can choose; few lists have any.
         hashes: of such keys of a dict.
         hashing: how its own hash comes about, of a value that is made here.
+        name: of the class or function that makes it here.
     """
 
     size: int
+    name: str = ""
     elements: int = 0
     hashing: Hash = "own"
     chosen: list[Any] | None = None
@@ -99,9 +104,16 @@ _PUSH_THEIR_ARGUMENT = frozenset(
 class _Walk:
     """Carries out the opcodes that torch's own unpickler knows, on inert values."""
 
-    def __init__(self, storage_bytes: Callable[[str], int], max_size: int, made: Mapping[str, Hash]) -> None:
+    def __init__(
+        self,
+        storage_bytes: Callable[[str], int],
+        max_size: int,
+        made: Mapping[str, Hash],
+        filled: dict[str, type],
+    ) -> None:
         self._storage_bytes = storage_bytes
         self._made = made
+        self._filled = filled
         self._left = max_size
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
@@ -175,22 +187,24 @@ class _Walk:
         self._memo[index] = self._stack[-1]
 
     def _append(self, items: list[Any]) -> None:
-        container = self._container()
+        container = self._container(list)
         container.size += len(items)
         if chosen := list(filter(_has_chosen_hash, items)):
             container.chosen = container.chosen or []
             container.chosen += chosen
 
     def _set_items(self, items: list[Any]) -> None:
-        container = self._container()
+        container = self._container(OrderedDict)
         container.size += len(items)
         if chosen := list(filter(_has_chosen_hash, items[::2])):
             container.hashes = container.hashes or Counter()
             self._check_keys(container.hashes, chosen)
 
-    def _container(self) -> _Made:
+    def _container(self, kind: type) -> _Made:
         container = self._stack[-1]
         _require(isinstance(container, _Made), "that fills something that is not a list or dict")
+        if container.name:
+            self._filled[container.name] = kind
         return container  # type: ignore[no-any-return]
 
     def _check_keys(self, hashes: Counter[int | str], keys: Iterable[Any]) -> None:
@@ -243,7 +257,9 @@ class _Walk:
             _require(function.name not in allowed_globals(), f"that calls {function.name[:80]}")
         if check is _of_list:
             self._check_keys(Counter(), (item for argument in arguments for item in argument.chosen or ()))
-        self._stack.append(_Made(size, hashing=self._made.get(function.name, "own")))
+        hashing = self._made.get(function.name)
+        name = "" if hashing is None else function.name
+        self._stack.append(_Made(size, name, hashing=hashing or "own"))
 
     def _build(self) -> None:
         state = self._stack.pop()
@@ -260,7 +276,7 @@ class _Walk:
                 _require(
                     nbytes <= self._storage_bytes(key), "with a storage larger than what is stored of it"
                 )
-                return _Made(0, elements)
+                return _Made(0, elements=elements)
         raise UnsafeContent("a pickle with a reference to something that is not a storage")
 
 

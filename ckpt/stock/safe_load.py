@@ -15,19 +15,24 @@ import torch
 
 from ckpt.errors import CheckpointError, FormatError, UnsafeContent
 from ckpt.stock.item_archive import check_archive
-from ckpt.stock.item_files import MemoryFile
+from ckpt.stock.item_files import ItemFile, MemoryFile
 from ckpt.stock.pickle_limits import Hash
 from ckpt.stock.pickle_names import is_safe, name_of_today
-from ckpt.stock.stand_ins import made_real
-from ckpt.stock.standard_values import INERT, hash_of, maker_of
+from ckpt.stock.stand_ins import made_real, unmade_kind
+from ckpt.stock.standard_values import FILLED_LATER, INERT, hash_of, maker_of
 from ckpt.torch_private import archive_reader
 
 _MAX_GROWTH = 4
 _SLACK_BYTES = 1 << 20
-_REASONS = ("Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:")
+_REASONS = (
+    "Trying to load unsupported GLOBAL", "Unsupported global:", "Unsupported operand", "Unsupported class", "WeightsUnpickler error:",
+)  # fmt: skip
 _GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _SEARCHED_BYTES = 64 << 10
 _LOCAL_HEADER_BYTES = 30
+
+_MAX_UNKNOWN_NAMES = 64
+"""torch looks at each of them for each value that a pickle makes."""
 
 _lock = threading.Lock()
 
@@ -44,7 +49,7 @@ def safe_object(
     """
     value = safe_value(file, fqn=fqn, url=url, key=key)
     see(value)
-    safe = _bounded(file)
+    safe = bounded_file(file.nbytes)
     try:
         torch.save(value, safe)
     except Exception as error:
@@ -147,20 +152,57 @@ def _load_checked(file: MemoryFile) -> Any:
         makers = _makers(file)
         if not makers:
             raise
-        # torch keeps such a rule for all threads until it is taken back.
-        with _lock, torch.serialization.safe_globals([(make, name) for name, make in makers.items()]):
+        with _declared(makers):
             value = _load_safe(file, {name: hash_of(name, make) for name, make in makers.items()})
         # A file in memory is shown by its bytes where it is the only one.
-        return value if makers.keys() <= INERT.keys() else made_real(value, lambda: _bounded(file))
+        return value if makers.keys() <= INERT.keys() else made_real(value, lambda: bounded_file(file.nbytes))
+
+
+@contextlib.contextmanager
+def checked_inert(file: ItemFile) -> Iterator[Any]:
+    """Check an archive, and yield torch's reader of it; within the block a safe load makes an inert value of every class.
+
+    That is a value of the standard library or NumPy, which is not real yet, a plain list or dict for a subclass of it, or
+    an `Unmade`: no code runs of a class that the pickle names. Raises as `check_archive`.
+    """
+    filled: dict[str, type] = {}
+    makers: dict[str, Callable[..., Any]] = {}
+    for name in _record_names(file):
+        if not is_safe(name):
+            known = None if name in FILLED_LATER else maker_of(name)
+            makers[name] = known or unmade_kind(name, filled)
+    if len(makers) > _MAX_UNKNOWN_NAMES:
+        raise UnsafeContent(
+            f"has a pickle that names {len(makers)} classes and functions that are not known here"
+        )
+    hashes = {name: hash_of(name, make) for name, make in makers.items()}
+    with _declared(makers):
+        file.seek(0)
+        yield check_archive(file, hashes, filled)
+
+
+@contextlib.contextmanager
+def _declared(makers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let torch call these by their names. It keeps such a rule for all threads until it is taken back."""
+    with contextlib.ExitStack() as stack:
+        if makers:
+            stack.enter_context(_lock)
+            safe: list[Any] = [(make, name) for name, make in makers.items()]
+            stack.enter_context(torch.serialization.safe_globals(safe))
+        yield
 
 
 def _makers(file: MemoryFile) -> dict[str, Callable[..., Any]]:
     """Return what makes the values of names in a pickle beyond torch's safe types; few names, as torch looks at each."""
+    made = {name: maker_of(name) for name in _record_names(file) if not is_safe(name)}
+    return {name: make for name, make in made.items() if make is not None}
+
+
+def _record_names(file: ItemFile) -> set[str]:
+    """List the classes and functions that the pickle of an archive names."""
     file.seek(0)
     reader = archive_reader(file)
-    names = _names(reader.get_record("data.pkl")) if reader.has_record("data.pkl") else ()
-    made = {name: maker_of(name) for name in names if not is_safe(name)}
-    return {name: make for name, make in made.items() if make is not None}
+    return _names(reader.get_record("data.pkl")) if reader.has_record("data.pkl") else set()
 
 
 def _load_safe(file: MemoryFile, made: Mapping[str, Hash]) -> Any:
@@ -189,9 +231,9 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
-def _bounded(file: MemoryFile) -> _Bounded:
-    """Make a file for what is pickled of an object in `file`."""
-    return _Bounded(_MAX_GROWTH * file.nbytes + _SLACK_BYTES)
+def bounded_file(stored_bytes: int) -> _Bounded:
+    """Make a file for what is pickled of an object in a file of `stored_bytes`."""
+    return _Bounded(_MAX_GROWTH * stored_bytes + _SLACK_BYTES)
 
 
 def reason(error: Exception) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ckpt.backends.base import ObjectStat, Store, read_bytes
 from ckpt.errors import ConfigurationError, FormatError, Truncated
+from ckpt.format.mistaken_files import mistaken_file
 from ckpt.format.model_index import MAX_INDEX_BYTES, find_models, parse_model_index
 from ckpt.format.names import INDEX_SUFFIX, ObjectName
 from ckpt.stock.safetensors_format import LENGTH_BYTES, Header, header_bytes, parse_header
@@ -84,7 +85,7 @@ def read_header(store: Store, stat: ObjectStat) -> Header:
             return parse_header(header, LENGTH_BYTES + len(header), size)
     except (ValueError, Truncated) as error:
         text = error.message if isinstance(error, Truncated) else str(error)
-        text = f"is not a valid safetensors file: {text}"
+        text = mistaken_file(store, stat) or f"is not a valid safetensors file: {text}"
         raise FormatError(text, url=store.url, key=file) from None
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,6 +22,18 @@ def require(condition: bool, fault: str) -> None:
     """Refuse a value. Raises UnpicklingError."""
     if not condition:
         raise pickle.UnpicklingError(fault)
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """List a value and all that is in its lists, dicts, tuples and sets."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        each = todo.pop()
+        yield each
+        if isinstance(each, list | tuple | set | frozenset | Mapping) and id(each) not in seen:
+            seen.add(id(each))
+            todo += [*each, *each.values()] if isinstance(each, Mapping) else each
 
 
 class StandIn:
@@ -44,6 +57,37 @@ class Name(StandIn):
 
     def __call__(self, *arguments: Any) -> Any:
         raise pickle.UnpicklingError(f"a call of {self.made!r:.100}")
+
+
+class Unmade:
+    """A value of a class that is not known here: its name alone. Neither its arguments nor its state are kept.
+
+    Subclasses, one for each name, are made by `unmade_kind`.
+    """
+
+    name: ClassVar[str]
+    thread: ClassVar[int]
+    filled: ClassVar[Mapping[str, type]]
+
+    def __new__(cls, *arguments: Any) -> Any:
+        # torch lets all threads make a value that one declared safe; and what is made of a tensor may be a weight.
+        given = [*arguments, *(item for each in arguments if type(each) in (tuple, list) for item in each)]
+        is_allowed = threading.get_ident() == cls.thread and not any(
+            isinstance(each, torch.Tensor) for each in given
+        )
+        require(is_allowed, f"Unsupported global: GLOBAL {cls.name}")
+        return cls.filled[cls.name]() if cls.name in cls.filled else super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        """Drop the state."""
+
+
+def unmade_kind(name: str, filled: Mapping[str, type]) -> type[Unmade]:
+    """Make the class that stands for the class or function `name`, in this thread.
+
+    Where `filled` has the name, a plain list or dict stands for it, which keeps its items.
+    """
+    return type("Unmade", (Unmade,), {"name": name, "thread": threading.get_ident(), "filled": filled})
 
 
 class _Mark:

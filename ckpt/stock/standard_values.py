@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.stock.numpy_values import NUMPY
 from ckpt.stock.pickle_limits import Hash
-from ckpt.stock.stand_ins import Name, StandIn, dict_for_defaultdict, list_for_deque, require
+from ckpt.stock.stand_ins import Name, StandIn, Unmade, dict_for_defaultdict, list_for_deque, require
 
 _SHOWN_BYTES = 100
 _MAX_FRACTION_TEXT = 1000
@@ -36,7 +36,8 @@ def hash_of(name: str, make: Callable[..., Any]) -> Hash:
     """Tell how the hash of such a value comes about; a named tuple's overruns the stack if it is nested deeply."""
     if make in _FUNCTIONS_WITH_CHOSEN_HASH:
         return "chosen"
-    return "none" if isinstance(make, type) and name not in _MAKERS else "own"
+    is_named_tuple = isinstance(make, type) and name not in _MAKERS and not issubclass(make, Unmade)
+    return "none" if is_named_tuple else "own"
 
 
 class _InertFile(io.BytesIO):
@@ -219,6 +220,9 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "fractions.Fraction": _fraction,
     **{f"{module}.{kind}": _path(kind) for module in ("pathlib", "pathlib._local") for kind in _PATHS},
 }
+FILLED_LATER = frozenset({"collections.deque", "collections.defaultdict"})
+"""Values that stand as a list or dict until they are real."""
+
 _MAKERS: Mapping[str, Callable[..., Any]] = {
     **INERT,
     "builtins.Ellipsis": Name(...),

@@ -309,6 +309,11 @@ class _Collector:
     def _skipping(self, path: str) -> Iterator[None]:
         try:
             yield
+        except NotFound as error:  # a removal, or another `ckpt gc`, works here too
+            gone = error.key or "the folder"
+            self.garbage.skipped[path] = (
+                f"{gone} was removed during the search; run `ckpt gc` again for the rest"
+            )
         except StorageError:
             raise
         except CheckpointError as error:

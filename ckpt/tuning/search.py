@@ -60,7 +60,7 @@ def require_optuna() -> Any:
         import optuna
     except ImportError as error:
         raise ConfigurationError(
-            f"ckpt tune needs Optuna, which cannot be imported ({error}): pip install 'ckpt-storage[tune]'"
+            f"ckpt tune needs Optuna, which cannot be imported ({error}): pip install './ckpt-storage[tune]'"
         ) from None
     return optuna
 

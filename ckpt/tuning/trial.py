@@ -182,7 +182,7 @@ class Trials:
 
 def made_state(nbytes: int, *, empty: bool = False) -> dict[str, torch.Tensor]:
     """Make a state of about so many bytes: random, so that nothing on the way can compress it."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rows = max(1, nbytes // (_TENSORS * _COLUMNS * _ELEMENT_BYTES))
     state = {}
     for number in range(_TENSORS):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ckpt.backends.paths import link_refusal
 from ckpt.consistency import environment
 from ckpt.consistency.probes.examine import Finding, Subject, Verdict
 
@@ -25,12 +26,11 @@ def names(subject: Subject) -> Iterator[Finding]:
     subject.first.put("names/old", b"old")
     subject.first.put("names/new", b"new")
     subject.first.written.add("names/name")
-    refusal = _refusal(lambda: os.link(old, name))
-    if refusal is not None:
+    if (refusal := link_refusal(old, name)) is not None:
         advice = "the library looks, then renames, which is not atomic: give every place one writer at a time"
-        yield Finding("hard links", Verdict.CAREFUL, f"refused: {refusal}", advice, {"works": False})
+        yield Finding("hard links", Verdict.CAREFUL, f"refused: {refusal.strerror}", advice, {"works": False})
         os.rename(old, name)
-    elif _refusal(lambda: os.link(new, name)) is None:
+    elif link_refusal(new, name) is None:
         result, advice = "a name that was taken was taken again", "two saves at one place replace each other"
         yield Finding("hard links", Verdict.PROBLEM, result, advice, {"works": False})
     else:

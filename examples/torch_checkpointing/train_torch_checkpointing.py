@@ -1,6 +1,6 @@
 """Train a small model, saved by torch_checkpointing into our storage: stop it, start it again, it goes on.
 
-pip install torch_checkpointing==0.1.1 'ckpt-storage[s3]'
+pip install torch_checkpointing==0.1.1 './ckpt-storage[s3]'
 torchrun --nproc-per-node 2 examples/torch_checkpointing/train_torch_checkpointing.py /tmp/tc-run     # or s3://bucket/run
 """
 

@@ -1,6 +1,6 @@
 """Train a small model around torchtitan's checkpoint manager, ours: stop it, start it again, it goes on.
 
-    pip install torchtitan==0.3.0 'ckpt-storage[s3]'
+    pip install torchtitan==0.3.0 './ckpt-storage[s3]'
     torchrun --nproc-per-node 2 examples/torchtitan/train_torchtitan.py /tmp/titan-run     # or s3://bucket/run
 
 torchtitan's own trainer needs a GPU. Its configuration takes the same line:

@@ -266,6 +266,13 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert writer.checkpoint_id == f"{tmp_path}/run/step-1"
 
 
+def test_names_that_look_like_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("a$b", "_$folder$", "5$", "$", "$5", "./C:\\run"):
+        assert open_store(url).url == os.path.join(tmp_path, url.removeprefix("./"))
+    assert open_store(f"file://{tmp_path}/$HOME").url == f"{tmp_path}/$HOME"
+
+
 @pytest.mark.parametrize("url", ["", 5, None, b"bytes"])
 def test_no_url(url: Any) -> None:
     with pytest.raises(ConfigurationError, match="a path or URL in a str"):
@@ -326,6 +333,14 @@ def test_home_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("a\0b", "NUL character"),
         ("s3://bucket/\ud800", r"not valid Unicode: 's3://bucket/\\ud800'"),
         ("/tmp/\ud800", "not valid Unicode"),
+        ("$SCRATCH/run", r"'\$SCRATCH/run' has '\$SCRATCH' in it, which only a shell expands"),
+        ("runs/$SLURM_JOB_ID", r"has '\$SLURM_JOB_ID' in it"),
+        ("run-${job}/x", r"has '\$\{job\}' in it"),
+        ("~/$user", r"has '\$user' in it"),
+        ("s3://${BUCKET}/run", r"has '\$\{BUCKET\}' in it"),
+        (r"C:\run", "is a path of Windows"),
+        ("c:/run", "is a path of Windows"),
+        (r"\\server\run", "is a path of Windows"),
     ],
 )
 def test_urls_that_name_nothing(url: str, message: str) -> None:
@@ -392,7 +407,7 @@ def test_missing_packages_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     ):
         monkeypatch.setitem(sys.modules, module, None)
         options = {"endpoint_url": "http://x"} if scheme == "cos" else {}
-        with pytest.raises(ConfigurationError, match=rf"pip install 'ckpt-storage\[{extra}\]'"):
+        with pytest.raises(ConfigurationError, match=rf"pip install './ckpt-storage\[{extra}\]'"):
             open_store(f"{scheme}://bucket/x", options).stat("k")
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 
 import ckpt
 
-NOT_IN_SAFETENSORS = (torch.complex32, torch.complex128)
+NOT_IN_SAFETENSORS = [dtype for dtype in SAVABLE_DTYPES if dtype.is_complex and dtype != torch.complex64]
 
 
 def state() -> dict[str, Any]:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import pickle
+import sys
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.commands import run
 from support.conversions import convert
 from support.states import random_tensor
 from support.tiers import examples
 from test_streaming import peak_bytes
 
+import ckpt
 from ckpt.format.model_index import parse_model_index
 from ckpt.stock.safetensors_format import DescribedTensor, encode_header, header_bytes, parse_header
 
@@ -37,7 +45,7 @@ def file_of(header: Any, data: bytes = bytes(8), length: int | None = None) -> b
 
 
 HEADERS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is not a valid safetensors file: it has only 0 bytes"),
+    "empty": (b"", "is an empty file"),
     "short": (b"\x08\0\0", "is not a valid safetensors file: it has only 3 bytes"),
     "huge header": (file_of({"a": entry()}, length=1 << 62), "a header of"),
     "header over all": (file_of({"a": entry()}, length=900), "a header of"),
@@ -269,6 +277,121 @@ def test_pickle_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.write_bytes(pickle.dumps(Bomb()))
     assert convert(place, tmp_path / "b.pt", code=1)["error"]["type"] == "FormatError"
     assert not (tmp_path / "exploded").exists()
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """As Lightning's hyper-parameters are, and those of many config libraries."""
+
+
+class Model(torch.nn.Linear):
+    """A module that is saved whole."""
+
+
+def rebuilt(tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("never called")
+
+
+class Script:
+    def __reduce__(self) -> Any:
+        return eval, ("open('exploded', 'w')",)
+
+
+class OwnTensor:
+    def __reduce__(self) -> Any:
+        return rebuilt, (torch.ones(2),)
+
+
+def test_objects_of_unknown_classes_are_left_out_and_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "a.pt"
+    args = argparse.Namespace(lr=1e-3, out=Path("x"), inner=[Script()])
+    weights = {"w": torch.arange(6.0)}
+    torch.save({"model": weights, "args": args, "net": Model(2, 2), "list": [args, 3], "epoch": 7}, place)
+    for options in (
+        ["--weights-only"],
+        ["--include", "model.*"],
+        ["--exclude", "args*", "--exclude", "net", "--exclude", "list"],
+    ):
+        convert(place, tmp_path / f"{options[0]}.safetensors", *options)
+        assert safetensors.torch.load_file(tmp_path / f"{options[0]}.safetensors")["model.w"].equal(
+            weights["w"]
+        )
+    error = convert(place, tmp_path / "b.pt", code=1)["error"]
+    assert (
+        error["type"],
+        "'args' is or holds an object of the class argparse.Namespace" in error["message"],
+    ) == ("UnsafeContent", True)
+    assert "--exclude 'args'" in error["message"]
+    error = convert(place, tmp_path / "b.pt", "--include", "list", code=1)["error"]
+    assert "argparse.Namespace" in error["message"]
+    torch.save(Model(2, 2), place)
+    error = convert(place, tmp_path / "b.pt", code=1)["error"]
+    assert "Model, whose code is not run" in error["message"]
+    torch.save(
+        {"model": {"w": OwnTensor(), "v": torch.ones(2)}}, place
+    )  # it may be a weight, so no option drops it
+    error = convert(place, tmp_path / "b.pt", "--weights-only", code=1)["error"]
+    assert (error["type"], "rebuilt" in error["message"]) == ("UnsafeContent", True)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_plain_values_of_known_classes_are_converted(tmp_path: Path) -> None:
+    place = tmp_path / "a.pt"
+    day = datetime.date(2026, 11, 28)
+    config = Config(lr=np.float64(0.5), day=day, path=Path("x"), rows=(np.arange(3), torch.ones(2)))
+    torch.save({"model": {"w": torch.arange(6.0)}, "config": config}, place)
+    convert(place, tmp_path / "b")
+    found: dict[str, Any] = {
+        "model": {"w": torch.zeros(6)},
+        "config": dict.fromkeys(("lr", "day", "path", "rows")),
+    }
+    ckpt.load(found, tmp_path / "b")
+    assert found["model"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    lr, read_day, path, rows = found["config"].values()
+    assert (type(lr), lr, read_day, path) == (np.float64, 0.5, day, Path("x"))
+    assert (rows[0].tolist(), rows[1].tolist()) == ([0, 1, 2], [1, 1])
+
+
+def test_many_unknown_names_and_shared_values_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "a.pt"
+    classes = [type(f"C{number}", (), {"__module__": "nowhere"}) for number in range(100)]
+    module = types.ModuleType("nowhere")
+    vars(module).update({kind.__name__: kind for kind in classes})
+    with mock.patch.dict(sys.modules, {"nowhere": module}):
+        torch.save({"w": torch.ones(2), **{kind.__name__: kind() for kind in classes}}, place)
+    assert (
+        "names 100 classes" in convert(place, tmp_path / "b.pt", "--weights-only", code=1)["error"]["message"]
+    )
+    shared = [None] * 20_000
+    torch.save({"w": torch.ones(2), **{str(number): (shared,) for number in range(2_000)}}, place)
+    assert (
+        "very many times" in convert(place, tmp_path / "b.pt", "--weights-only", code=1)["error"]["message"]
+    )
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n"
+_MISTAKEN = {
+    "pointer of Git LFS": _POINTER,
+    "page of a web server": b"\n<!DOCTYPE html><html><body>404 Not Found</body></html>\n",
+    "is an empty file": b"",
+}
+
+
+@pytest.mark.parametrize("fault", _MISTAKEN)
+def test_files_that_are_not_what_their_names_say(fault: str, tmp_path: Path) -> None:
+    folders = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", ".metadata")
+    for number, name in enumerate(folders):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / name).write_bytes(_MISTAKEN[fault])
+        assert fault in convert(tmp_path / str(number), tmp_path / "out", code=1)["error"]["message"], name
+    for name in ("a.pt", "a.safetensors", "a.model"):
+        (tmp_path / name).write_bytes(_MISTAKEN[fault])
+        assert fault in convert(tmp_path / name, tmp_path / "out", code=1)["error"]["message"], name
+    for command in (["inspect"], ["verify"], ["cat", "w"]):
+        ran = run(command[0], tmp_path / "0", *command[1:])
+        assert fault in ran.out + ran.err, command
 
 
 def test_a_pickle_that_claims_more_than_is_stored(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ckpt.errors import CommitError, ConfigurationError, FormatError
 from ckpt.format.columns import Columns, TensorColumns
 from ckpt.format.dcp_view import metadata_of
 from ckpt.format.dtypes import dtype_name, item_bytes, torch_dtype
+from ckpt.format.elements import has_values, stored_dtype, values_of
 from ckpt.format.index import check_columns, decode_index, encode_index
 from ckpt.save_plans.receipt_messages import RankReceipt
 from ckpt.stock.metadata_reader import decode_metadata
@@ -180,6 +181,14 @@ def test_dtypes_are_known_by_name() -> None:
     for name in ("half", "load", "torch.float32", "float33", ""):
         with pytest.raises(FormatError, match="unknown dtype"):
             item_bytes(name)
+
+
+def test_values_of_a_dtype_that_only_a_newer_torch_has() -> None:
+    """Two bfloat16 each, as numbers of NumPy: torch 2.15 has it, and a record that names it needs no torch."""
+    values = torch.tensor([1.5, -2.0, float("inf"), 0.0], dtype=torch.bfloat16)
+    raw = values.view(torch.uint8).numpy().view(stored_dtype("bcomplex32"))
+    assert (item_bytes("bcomplex32"), has_values("bcomplex32")) == (4, True)
+    assert values_of(raw, "bcomplex32").tolist() == [1.5 - 2j, complex(float("inf"), 0.0)]
 
 
 @pytest.mark.parametrize("hint", [None, 0, 99, -1])

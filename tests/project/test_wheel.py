@@ -198,7 +198,7 @@ for url, extra in (("s3://bucket/c", "s3"), ("cos://bucket/c", "cos")):
     try:
         ckpt.load(loaded, url, storage_options={"endpoint_url": "http://127.0.0.1:1"})
     except ConfigurationError as error:
-        assert f"pip install 'ckpt-storage[{extra}]'" in str(error), error
+        assert f"pip install './ckpt-storage[{extra}]'" in str(error), error
     else:
         raise AssertionError(f"{url} needs the extra {extra}")
 """

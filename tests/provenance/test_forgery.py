@@ -206,7 +206,8 @@ def test_digests_that_cannot_be_computed_are_no_fault(
     assert (result.ok, result.block_digests, result.unchecked_digests) == (True, None, "blake3")
     shown = " ".join(run("verify", tmp_path / "a").out.split())
     assert (
-        "(blake3) were not checked; that needs the package blake3: pip install 'ckpt-storage[sign]'" in shown
+        "(blake3) were not checked; that needs the package blake3: pip install './ckpt-storage[sign]'"
+        in shown
     )
     assert ckpt.scrub(tmp_path).checkpoints[0].unchecked_digests == "blake3"
     shown = " ".join(run("scrub", tmp_path).out.split())

@@ -159,8 +159,6 @@ def test_a_failed_clean_up_does_not_fail_a_put(
         ("replace", errno.EACCES, PutMode.OVERWRITE, AccessDenied, True),
         ("replace", errno.ESTALE, PutMode.OVERWRITE, StorageUnavailable, False),
         ("replace", errno.ENOENT, PutMode.OVERWRITE, NotFound, False),
-        ("link", errno.EDQUOT, PutMode.CREATE, StorageFull, True),
-        ("link", errno.EIO, PutMode.CREATE, StorageUnavailable, False),
     ],
 )
 def test_errors_say_whether_the_put_is_settled(
@@ -223,6 +221,41 @@ def test_folders_that_others_have_made_are_made_durable_once(
     synced.clear()
     put_bytes(store, key, b"y")
     assert len(synced) == 2
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EPERM, errno.EIO, errno.EACCES, errno.EXDEV, errno.EINVAL, errno.EDQUOT, 524]
+)
+def test_a_mount_without_hard_links(store: PosixStore, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    link, lstat = os.link, os.lstat
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, "no links")
+
+    def lose_reply(source: str, target: str) -> None:
+        link(source, target)
+        refuse()
+
+    def refuse_look(path: Any) -> Any:
+        return refuse() if str(path).endswith("/other") else lstat(path)
+
+    monkeypatch.setattr(os, "link", refuse)
+    put_bytes(store, "k", b"x", mode=PutMode.CREATE)
+    with pytest.raises(AlreadyExists) as caught:
+        put_bytes(store, "k", b"y", mode=PutMode.CREATE)
+    assert caught.value.settled
+    assert read_bytes(store, "k") == b"x"
+    monkeypatch.setattr(os, "link", lose_reply)
+    put_bytes(store, "other", b"z", mode=PutMode.CREATE)
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "lstat", refuse_look)
+    with pytest.raises(
+        StorageError, match=r"no links|Input"
+    ):  # it does not replace a file that it cannot see
+        put_bytes(store, "other", b"w", mode=PutMode.CREATE)
+    monkeypatch.undo()
+    assert read_bytes(store, "other") == b"z"
+    assert sorted(os.listdir(store.url)) == ["k", "other"]
 
 
 def test_a_refused_create_is_settled(store: PosixStore) -> None:

@@ -78,7 +78,7 @@ ROOMS: Mapping[str, Room] = {
     "ckpt.consistency": Room("the commit protocol, checksums, time and chance", ("ckpt.errors", *_CONTRACT)),
     "ckpt.consistency.probes": Room(
         "what a storage really guarantees, measured",
-        ("ckpt.child_processes", "ckpt.errors", "ckpt.consistency", *_CONTRACT),
+        ("ckpt.child_processes", "ckpt.errors", "ckpt.consistency", *_CONTRACT, "ckpt.backends.paths"),
     ),
     "ckpt.format": Room("what this library stores: names, records, index", _FLOOR),
     "ckpt.ranks": Room(

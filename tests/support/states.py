@@ -20,6 +20,7 @@ SAVABLE_DTYPES = [
     torch.complex32, torch.complex64, torch.complex128,
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # from torch 2.15 on
 ]  # fmt: skip
 
 

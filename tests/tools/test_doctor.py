@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
+import torch
 from support.clock import SkippingClock
 from support.commands import options_of, run, run_process
 from support.files import any_file
@@ -93,6 +94,19 @@ def test_a_disk(mount: Path) -> None:
     assert diagnosis.capabilities.conditional_create
     assert diagnosis.url == str(mount)
     assert not diagnosis.left_behind
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.EXDEV, 524])
+def test_a_mount_that_refuses_links_as_its_store_does(
+    mount: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    diagnosis = ckpt.doctor(mount)
+    assert "the library looks, then renames" in str(finding_of(diagnosis, "hard links").advice)
+    ckpt.save({"w": torch.ones(2)}, tmp_path / "step-1")
 
 
 def test_a_mount_that_refuses(mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -460,6 +460,45 @@ def test_gc_on_s3(s3: S3Server) -> None:
     assert torch.equal(load(f"{root}/step-1", storage_options=s3.options), torch.ones(10))
 
 
+def test_objects_that_go_at_any_request_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_of, before = tmp_path / "run", tmp_path / "before"
+    for step in (1, 2, 3, 4):
+        save(before / f"step-{step}", step, digests=True)
+    ckpt.save({"t": torch.ones(10)}, before / "step-5", base=before / "step-4")
+    shutil.rmtree(before / "step-5")
+    shutil.rmtree(before / "step-2" / "rank-00000")
+    (before / "step-3" / LEFTOVER).write_bytes(b"left")
+    ckpt.save({"t": torch.ones(10)}, before / "step-6", format="safetensors")
+    (before / "step-6" / "commit.json").unlink()
+    make_old(before)
+    number = calls = 0
+
+    def removing(name: str) -> Any:
+        method = getattr(PosixStore, name)
+
+        def call(store: PosixStore, *arguments: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                for step in (2, 3, 4, 6):
+                    shutil.rmtree(run_of / f"step-{step}", ignore_errors=True)
+            return method(store, *arguments, **more)
+
+        return call
+
+    for name in ("list", "stat", "read_into", "folders", "delete"):
+        monkeypatch.setattr(PosixStore, name, removing(name))
+    while calls >= number:
+        number, calls = number + 1 + number // 8, 0
+        shutil.rmtree(run_of, ignore_errors=True)
+        shutil.copytree(before, run_of)
+        ckpt.collect_garbage(run_of, grace_s=3600, uncommitted_models=number % 2 == 0)
+        assert load(run_of / "step-1").equal(torch.ones(10))
+    assert number > 30
+
+
 def test_grace_periods(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / LEFTOVER).write_bytes(b"left")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,34 @@ def test_members_of_lists_and_dicts_are_parts(way: str, tmp_path: Path) -> None:
         assert digest(fresh["optimizers"][number].state_dict()) == digest(expected)
     for name, scheduler in saved["schedulers"].items():
         assert fresh["schedulers"][name].state_dict() == scheduler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (
+            {"model": nn.Linear(2, 2).state_dict()},
+            "not OrderedDict: give the model itself, not its state_dict()",
+        ),
+        ({"model": {"w": torch.ones(2)}}, "not dict: give the model itself"),
+        ({"model": {"net": nn.Linear(2, 2)}}, "not dict: give a list of its values"),
+        (
+            {"model": nn.Linear(2, 2), "optimizer": {"state": {}, "param_groups": []}},
+            "not dict: give the optimizer itself",
+        ),
+    ],
+)
+def test_other_values_than_models_and_optimizers_say_what_is_meant(
+    given: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
+        for call in (
+            lambda: manager.step(1, **given),
+            lambda: manager.save(1, **given),
+            lambda: manager.restore(**given),
+        ):
+            with pytest.raises(ConfigurationError, match=re.escape(advice)):
+                call()
 
 
 def test_a_member_and_a_part_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_without_optuna_it_says_how_to_install_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "optuna", None)
     ran = run("tune", tmp_path / "runs")
     assert ran.code == 2
-    assert "pip install 'ckpt-storage[tune]'" in ran.err
+    assert "pip install './ckpt-storage[tune]'" in ran.err
     assert os.listdir(tmp_path) == ["work"]
 
 

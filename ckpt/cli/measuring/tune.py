@@ -66,7 +66,7 @@ def tune(
 
     Saves and loads there again and again with settings that Optuna proposes, compares the best with the
     defaults in turns, and writes a file that every save, load and command reads. docs/tuning.md tells
-    more. Needs pip install 'ckpt-storage[tune]'.
+    more. Needs pip install './ckpt-storage[tune]'.
     """
     interrupted = "What the trials wrote was removed; no settings were written."
     with command(json, if_interrupted=interrupted) as output, sigterm_as_ctrl_c():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -16,6 +17,7 @@ import typer
 
 from ckpt import errors
 from ckpt.cli.printing.progress import Line, seconds_gone, seconds_left, work_done
+from ckpt.cli.printing.streams import output_failure
 from ckpt.cli.printing.widths import cut_in_the_middle, fitting, print_wrapped
 from ckpt.errors import (
     AlreadyExists,
@@ -195,13 +197,8 @@ def command(
             retry_policy(unreachable_timeout_s=patience_s, on_retry=_RetryNotices()),
         ):
             yield output
-        sys.stdout.flush()
     except typer.Exit:
         raise
-    except BrokenPipeError:
-        # Whoever reads has seen enough. Python would complain again when it closes the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(EXIT_FINE) from None
     except KeyboardInterrupt:
         _fail(output, "Interrupted", f"interrupted. {if_interrupted}", EXIT_INTERRUPTED)
     except CheckpointError as error:
@@ -264,6 +261,16 @@ def exit_code(error: CheckpointError) -> int:
     if isinstance(error, StorageError) and not isinstance(error, AlreadyExists):
         return EXIT_STORAGE
     return EXIT_PROBLEM
+
+
+def code_after_output(code: str | int | None) -> str | int | None:
+    """Return the exit code of a command that ended with `code`: another one only if all went well and its output is lost."""
+    failure = output_failure()
+    if code or failure is None or failure.errno == errno.EPIPE:
+        return code
+    text = f"standard output cannot be written: {failure.strerror}; the command itself has ended well"
+    sys.stderr.write(f"error: {text}\n")
+    return EXIT_STORAGE
 
 
 def _public_name(error: CheckpointError) -> str:
