@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.backends.base import check_key
 from ckpt.backends.bodies import BodyError
-from ckpt.backends.options import redact_url, scrub_error, url_secrets
+from ckpt.backends.options import redact_url, scrub, url_secrets
 from ckpt.backends.paths import is_within
 from ckpt.errors import (
     AccessDenied,
@@ -95,8 +95,7 @@ class FsspecConnection:
             fs, root = fsspec.core.url_to_fs(self._target, skip_instance_cache=True, **self._options)
         except (ImportError, ValueError, TypeError) as error:
             text = f"{self.protocol}://: {type(error).__name__}: {error}"
-            shown, cause = self._without_secrets(error, text)
-            raise ConfigurationError(shown, url=self.url) from cause
+            raise ConfigurationError(self._without_secrets(text), url=self.url) from None
         return fs, root.rstrip("/")
 
     def close(self) -> None:
@@ -171,17 +170,16 @@ class FsspecConnection:
         except Exception as raised:
             error = _behind(raised)
             text = f"cannot {action}: {type(error).__name__}: {error}"
-            shown, cause = self._without_secrets(error, text)
-            raise _kind(error)(shown, url=self.url, key=key, settled=settled) from cause
+            shown = self._without_secrets(text)
+            raise _kind(error)(shown, url=self.url, key=key, settled=settled) from None
 
-    def _without_secrets(self, error: Exception, text: str) -> tuple[str, Exception | None]:
-        """Scrub a text about `error`; return also `error` as its cause, unless that may show secrets."""
-        secrets = [*_texts_in(self._options), *url_secrets(self._target)]
-        shown, cause = scrub_error(error, text, secrets)
+    def _without_secrets(self, text: str) -> str:
+        """Scrub a text about an error."""
+        shown = scrub(text, [*_texts_in(self._options), *url_secrets(self._target)])
         if _HTTP_LINK.search(self._target):
             # The client quotes a URL otherwise than it was given, and one that it was sent on to.
-            return _SHOWN_QUERY.sub(r"\1?***", shown), None
-        return shown, cause
+            return _SHOWN_QUERY.sub(r"\1?***", shown)
+        return shown
 
 
 def _texts_in(options: Mapping[str, Any]) -> Iterator[str]:

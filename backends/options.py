@@ -60,12 +60,6 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def scrub_error(error: Exception, text: str, secrets: Iterable[str]) -> tuple[str, Exception | None]:
-    """Scrub a text about `error`; return also `error` as its cause, unless that shows secrets."""
-    shown = scrub(text, secrets)
-    return shown, error if shown == text else None
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """Ask whether the most similar of the `known` names was meant; empty if none is similar."""
     import difflib  # only where something is wrong

@@ -304,7 +304,7 @@ class PosixStore(Store):
                 # left to rename.
                 settled = kind not in (StorageUnavailable, NotFound)
             text = f"cannot {action}: {error.strerror or error}"
-            raise kind(text, url=self.url, key=key, settled=settled) from error
+            raise kind(text, url=self.url, key=key, settled=settled) from None
 
 
 def _stat(key: str, facts: os.stat_result) -> ObjectStat:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckpt.collective import background, load_by, prepare_save, save_copy, save_values, writer_for
 from ckpt.content.checks import Checks, Level
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, short_traceback
 from ckpt.gc_pause import rare_gc
 from ckpt.local_first.options import LocalTier
 from ckpt.options import LoadOptions, SaveOptions
@@ -29,6 +29,7 @@ __all__ = ["async_save", "load", "save"]
 SaveFormat = Literal["ckpt", "safetensors"]
 
 
+@short_traceback
 def save(
     state_dict: dict[str, Any],
     url: str | os.PathLike[str],
@@ -101,6 +102,7 @@ def save(
         return save_values(values, writer, planner, ranks)
 
 
+@short_traceback
 def async_save(
     state_dict: dict[str, Any],
     url: str | os.PathLike[str],
@@ -179,6 +181,7 @@ def _check_local(format: str, *others: object) -> None:
         raise ConfigurationError(text)
 
 
+@short_traceback
 def load(
     state_dict: dict[str, Any],
     url: str | os.PathLike[str],

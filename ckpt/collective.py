@@ -190,7 +190,7 @@ def _save_once(
         failures = failures_of(error)
         if all(proves_no_commit(failure) for failure in failures.values()):
             writer.discard()  # every rank comes to this conclusion
-        raise save_error(error, writer.checkpoint_id) from cause_of(error)
+        raise save_error(error, writer.checkpoint_id, is_alone=ranks.size == 1) from cause_of(error)
     except Exception as error:
         rank = ranks.rank
         message, failures = lost("save", ranks, error)
@@ -279,7 +279,7 @@ def load_by(
                 with interrupts(reader, ranks):
                     load_planned(values, reader, by_parts or planner, ranks, is_shared=shared is not None)
             except CheckpointException as error:
-                raise load_error(error, place) from cause_of(error)
+                raise load_error(error, place, is_alone=ranks.size == 1) from cause_of(error)
 
         if by_parts is None:
             ranks.together(call, _named_by_rank()(lambda: put_back(state_dict, values)))

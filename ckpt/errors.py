@@ -33,14 +33,19 @@ are attributes (`url`, `key`, `rank`, `start`, `stop`), and pickling keeps them 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckpt.logs import keep_lines_plain
 from ckpt.words import printable
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import ParamSpec, Unpack
+
+    Arguments = ParamSpec("Arguments")
 
 __all__ = [
     "CheckpointError",
@@ -68,6 +73,8 @@ __all__ = [
     "LoadFailed",
 ]
 
+
+Result = TypeVar("Result")
 
 keep_lines_plain()  # here, as all that logs imports the errors, and `import ckpt` imports nothing
 
@@ -282,3 +289,42 @@ class SaveFailed(_RankFailures):
 
 class LoadFailed(_RankFailures):
     """A load failed on one rank or more. The state dict may be partly filled: do not use it."""
+
+
+def short_traceback(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let errors of this library leave a function of the public API without the frames inside it.
+
+    Their texts say what happened, to which object. A cause that is no error of this library stays, as it may be of the
+    caller's own code. With `CKPT_DEBUG=1` in the environment tracebacks are whole. An argument that the function does not
+    have is a TypeError, as ever, which suggests the one that may be meant.
+    """
+    code = call.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    takes_any = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+
+    @functools.wraps(call)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        for name in kwargs:
+            if name not in names and not takes_any:
+                raise TypeError(
+                    f"{call.__qualname__.removesuffix('.__init__')} has no argument {name!r}{_meant(name, names)}"
+                )
+        try:
+            return call(*args, **kwargs)
+        except CheckpointError as error:
+            if os.environ.get("CKPT_DEBUG"):
+                raise
+            cause = None if isinstance(error.__cause__, CheckpointError) else error.__cause__
+            raise error.with_traceback(None) from cause
+
+    return checked
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Suggest the known name that another one may stand for; empty if there is none."""
+    import difflib  # only where something is wrong
+
+    near = [each for each in known if name.startswith(f"{each}_")] or difflib.get_close_matches(
+        name, known, n=1
+    )
+    return f": did you mean {near[0]}=?" if near else ""

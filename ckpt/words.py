@@ -10,6 +10,9 @@ OLD_VERSIONS = (
     "the bucket keeps old versions: what is deleted stays, and is paid for, until a lifecycle rule with "
     "NoncurrentVersionExpiration removes it, or its lock ends"
 )
+METRIC_TAG = "metric."
+"""The names of tags that are metrics of a manager begin with it."""
+
 _FRACTION = re.compile(r"-?[0-9]+\.[0-9]+(e[-+]?[0-9]+)?")
 
 

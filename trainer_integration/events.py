@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.backends.options import scrub, url_secrets
+from ckpt.words import age, printable
 
 __all__ = ["Event", "Events", "JsonLines", "OpenTelemetry"]
 
@@ -88,6 +91,9 @@ class Events:
 
     def tell(self, event: Event) -> None:
         _logger.log(_LEVELS.get(event.kind, logging.INFO), "%s", _line(event))
+        if event.kind == "restored" and event.step is not None and not _is_heard(logging.INFO):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error is closed
+                sys.stderr.write(f"ckpt: {printable(_line(event))}\n")
         for listener, failures in self._listeners:
             try:
                 listener(event)
@@ -103,6 +109,12 @@ class Events:
                     flush()
                 except Exception as error:
                     _logger.warning("the listener %r failed to flush: %s", listener, type(error).__name__)
+
+
+def _is_heard(level: int) -> bool:
+    """Return whether a handler gets log lines of this level, or the program has set a level for this library's."""
+    has_chosen = logging.getLogger("ckpt").level != logging.NOTSET
+    return has_chosen or (_logger.isEnabledFor(level) and _logger.hasHandlers())
 
 
 def _line(event: Event) -> str:
@@ -121,7 +133,8 @@ def _line(event: Event) -> str:
     if event.kind == "staged":
         return f"{step}staged in {values['stall_s']:.2f} s"
     if event.kind == "restored" and step:
-        return f"{step}restored in {values['load_s']:.2f} s: {event.reason}"
+        ago = f", saved {age(values['durable_age_s'])} ago" if "durable_age_s" in values else ""
+        return f"{step}restored in {values['load_s']:.2f} s: {event.reason}{ago}"
     return f"{step}{event.kind.replace('_', ' ')}: {event.reason}"
 
 

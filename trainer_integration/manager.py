@@ -17,7 +17,7 @@ from ckpt.collective import place_of
 from ckpt.consistency.block_digests import checked_algorithm
 from ckpt.content.checks import Checks, Level
 from ckpt.embeddings.saving import Tables
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError, short_traceback
 from ckpt.local_first.options import LocalTier
 from ckpt.options import LoadOptions, ManagerOptions, check_options
 from ckpt.ranks.failures import same_outcome
@@ -85,6 +85,7 @@ class CheckpointManager:
     Raises ConfigurationError if an argument is wrong, CheckpointError if not all ranks make a manager of this root.
     """
 
+    @short_traceback
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -137,6 +138,7 @@ class CheckpointManager:
         self._beginning = Beginning(self._saves, chosen.on_existing)
         self._decisions = Decisions(save_rule, self._ranks, self._saves, max_undurable_s)
 
+    @short_traceback
     def restore(
         self,
         state: Mapping[str, Any] | None = None,
@@ -246,10 +248,7 @@ class CheckpointManager:
         self._ranks.from_first(lambda: self._saves.history.annotate(_number(step), pinned=pinned))
 
     def wait_durable(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the save in flight; return the last durable step.
-
-        Raises SaveFailed if it failed, or is not durable in time, on any rank.
-        """
+        """Wait for the save in flight; return the last durable step. Raises SaveFailed, also if it is not durable in time."""
         with errors_held():
             if (failure := self._saves.wait_durable(timeout_s)) is not None:
                 raise failure

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.backends.base import check_key
-from ckpt.backends.options import redact_url, scrub, scrub_error
+from ckpt.backends.options import redact_url, scrub
 from ckpt.backends.s3_protocol.errors import ChecksumRefused, Conflict, Refusal, Signal, note_refused_tries
 from ckpt.backends.s3_protocol.http_bodies import send_whole_buffers
 from ckpt.backends.s3_protocol.options import check_options, split_bucket_url
@@ -116,9 +116,9 @@ class S3Connection:
             kind = refusal.kind(conditional=False)
             if kind not in (AccessDenied, StorageUnavailable):
                 kind = ConfigurationError
-            text = refusal.message(kind, "use these options", self.bucket)
-            shown, cause = scrub_error(error, text, self.secrets())
-            raise kind(shown, url=self.url) from cause
+            shown = scrub(refusal.message(kind, "use these options", self.bucket), self.secrets())
+            advice = "; write it with http:// or https://" if "Invalid endpoint" in shown else ""
+            raise kind(f"{shown}{advice}", url=self.url) from None
         use_large_pieces(client)
         use_replies(client)
         client.meta.events.register("before-send.s3", send_whole_buffers)
@@ -171,6 +171,8 @@ class S3Connection:
     ) -> Iterator[None]:
         """Turn the SDK's exceptions into ours, or into those `signals` that the caller acts upon.
 
+        Ours have their texts and not their tracebacks, which have a hundred lines and may show secrets.
+
         `harmless`: however this request ended, no object appeared by it.
         """
         try:
@@ -182,7 +184,7 @@ class S3Connection:
             signal = refusal.signal()
             kind = refusal.kind(conditional=Conflict in signals)
             text = refusal.text if signal in signals else refusal.message(kind, action, self.bucket)
-            shown, cause = scrub_error(error, text, self.secrets())
+            shown = scrub(text, self.secrets())
             place = None if refusal.is_about_bucket else key
             raised: Exception
             if signal in signals:
@@ -192,9 +194,8 @@ class S3Connection:
             else:
                 raised = kind(shown, url=self.url)
             if ChecksumRefused in signals and refusal.may_refuse_checksum:
-                raised.__cause__ = cause
-                raise ChecksumRefused(scrub(refusal.text, self.secrets()), raised) from cause
-            raise raised from cause
+                raise ChecksumRefused(scrub(refusal.text, self.secrets()), raised) from None
+            raise raised from None
 
     def secrets(self) -> list[str]:
         """List the credentials in use: a server or an SDK may quote what it was given."""

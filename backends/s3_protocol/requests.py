@@ -227,8 +227,8 @@ class S3Requests(S3Connection):
                 reply: dict[str, Any] = getattr(self.client, method)(Bucket=self.bucket)
         except NoSetting:
             return {}
-        except NotImplementedByServer as error:
-            raise unknown from error
+        except NotImplementedByServer:
+            raise unknown from None
         # A server that ignores the question answers it with a listing, say.
         if document not in reply.pop(_ANSWERED_BY, b""):
             raise unknown

@@ -127,7 +127,7 @@ class S3ApiStore(Store):
                 # of it is left.
                 if attempt == _PUT_ATTEMPTS:
                     text = f"cannot put: refused {_PUT_ATTEMPTS} times: {error}"
-                    raise StorageUnavailable(text, url=self.url, key=key) from error
+                    raise StorageUnavailable(text, url=self.url, key=key) from None
                 self._s3.retries.note(str(error))
             time.sleep(0.2 * 2**attempt * random.random())
         raise AssertionError
@@ -140,8 +140,8 @@ class S3ApiStore(Store):
         with showing(buffers) as came, self._reads.begin() as read:
             try:
                 self._read(key, offset, pending, read, came)
-            except Replaced as error:
-                raise _replaced(self.url, key) from error
+            except Replaced:
+                raise _replaced(self.url, key) from None
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         """Read a whole object: by one request, without asking for its size before, if it is small."""
@@ -197,7 +197,7 @@ class S3ApiStore(Store):
                 reason = scrub(text_of(failure), self._s3.secrets()) if failure else "the reply ended early"
                 raise StorageUnavailable(
                     f"cannot read: {reason}", url=self.url, key=key, start=position, stop=stop
-                ) from failure
+                ) from None
             self._s3.retries.note("a reply ended early")
             time.sleep(0.05 * 2 ** min(attempt, 7) * random.random())
 
@@ -279,7 +279,7 @@ class _RawRequests:
         except NotImplementedByServer:
             return False
         except Conflict as error:
-            raise AlreadyExists(str(error), url=self._s3.url, key=key) from error
+            raise AlreadyExists(str(error), url=self._s3.url, key=key) from None
 
     def learn(self, condition: Condition | None) -> None:
         self._s3.condition = condition
@@ -308,7 +308,7 @@ class _RawRequests:
         try:
             yield
         except UploadGone as error:
-            raise NotFound(str(error), url=self._s3.url, key=key) from error
+            raise NotFound(str(error), url=self._s3.url, key=key) from None
 
 
 def _replaced(url: str, key: str) -> StorageError:

@@ -24,7 +24,7 @@ from ckpt.acceptance.tasks import LoadTask, RankFigures, SaveTask, Setup
 from ckpt.backends.options import options_dict, redact_url
 from ckpt.backends.registry import open_store
 from ckpt.consistency.commit import proves_no_commit
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError, short_traceback
 from ckpt.format.names import is_our_name
 from ckpt.tools.preflight import check_place
 from ckpt.tools.remove import remove, remove_folders
@@ -141,6 +141,7 @@ class Roundtrip:
         return None if self.load is None else self.load.counts.read_bytes / max(self.load.nbytes, 1)
 
 
+@short_traceback
 def roundtrip(
     url: str | os.PathLike[str],
     model: str,

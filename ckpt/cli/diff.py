@@ -125,7 +125,8 @@ def _text(differences: Sequence[Difference]) -> str:
 
 def _verdict(result: Comparison) -> str:
     """Say in one line what is the same, and what is not."""
-    compared = f"{count(result.tensors, 'tensor')} and {count(result.objects, 'object')}"
+    names = count(result.tensors, "tensor"), count(result.objects, "object")
+    compared = " and ".join(names)
     read = f"{result.equal_by_checksum:,} by checksum alone, {size(result.read_bytes)} read from each"
     if result.same:
         if result.equal_by_checksum == result.tensors + result.objects and result.equal_by_checksum:
@@ -133,8 +134,11 @@ def _verdict(result: Comparison) -> str:
         return f"[green]same:[/] {compared} compared, {read}"
     kinds = Counter(each.kind for each in result.differences)
     only_a, only_b, either = (kinds.pop(kind, 0) for kind in ("only_a", "only_b", "kind"))
-    differ = sum(kinds.values())
-    parts = [f"{differ:,} of {compared} in both differ"] if differ else [f"{compared} are the same"]
+    objects = kinds.pop("object", 0)
+    tensors = sum(kinds.values())
+    parts = [f"{compared} are the same"]
+    if tensors or objects:
+        parts = [f"{tensors:,} of {names[0]} and {objects:,} of {names[1]} in both differ"]
     parts += [f"{either:,} a tensor in one and an object in the other"] * bool(either)
     parts += [f"{only_a:,} only in A"] * bool(only_a) + [f"{only_b:,} only in B"] * bool(only_b)
     return f"[red]different:[/] {', '.join(parts)} ({read})"

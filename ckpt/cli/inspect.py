@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import ckpt
-from ckpt.cli.options import Expect, Json, StorageOptions, Url, parse_storage_options
+from ckpt.cli.options import Expect, Json, StorageOptions, Urls, check_expect, parse_storage_options
 from ckpt.cli.printing.outline import Row, natural, outline, pattern
-from ckpt.cli.printing.output import MAX_LINES, Output, command, table
+from ckpt.cli.printing.output import MAX_LINES, Output, command, for_each, table
 from ckpt.errors import CheckpointError
 from ckpt.words import count, shown, size, tags_text
 
@@ -47,7 +47,7 @@ ckpt inspect runs/step-100 --tensor '*.lm_head.weight'
 
 
 def inspect(
-    url: Url,
+    urls: Urls,
     tensor: Annotated[
         str | None,
         typer.Option(metavar="GLOB", help="Show the stored slices of these tensors, and the rank of each."),
@@ -63,33 +63,46 @@ def inspect(
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show the contents of a checkpoint or safetensors model: names, sizes, sharding, small values, commit.
+    """Show the contents of each checkpoint or safetensors model: names, sizes, sharding, small values, commit.
 
     Names that differ only in numbers, and are alike otherwise, are one line (`layers.0..31`). Reads
     the records and, unless with --json, small values. Runs no code of the checkpoint.
     """
     with command(json) as output:
         options = parse_storage_options(storage_options)
-        if tensor is None and not output.as_json:
-            from ckpt.reading.slices import OpenCheckpoint
+        check_expect(expect, urls)
 
-            with (
-                output.progress("reading records") as progress,
-                OpenCheckpoint(
-                    url, options, wait_for_data=False, models=True, report=progress, expect=expect
-                ) as checkpoint,
-            ):
-                _print(output, checkpoint, depth, everything)
-            return
-        with output.progress("reading records") as progress:
-            inspection = ckpt.inspect(url, storage_options=options, progress=progress, expect=expect)
-        chosen = None
-        if tensor is not None:
-            chosen = [info for fqn, info in inspection.tensors.items() if fnmatchcase(fqn, tensor)]
-        if output.as_json:
-            output.json(_as_json(inspection, chosen))
-        elif chosen is not None:
-            _print_slices(output, sorted(chosen, key=lambda info: natural(info.fqn)), everything)
+        def show(url: str) -> None:
+            if tensor is None and not output.as_json:
+                from ckpt.reading.slices import OpenCheckpoint
+
+                with (
+                    output.progress("reading records") as progress,
+                    OpenCheckpoint(
+                        url, options, wait_for_data=False, models=True, report=progress, expect=expect
+                    ) as checkpoint,
+                ):
+                    _print(output, checkpoint, depth, everything)
+                return
+            with output.progress("reading records") as progress:
+                inspection = ckpt.inspect(url, storage_options=options, progress=progress, expect=expect)
+            chosen = None if tensor is None else _chosen(inspection, tensor)
+            if output.as_json:
+                output.json(_as_json(inspection, chosen))
+            elif chosen is not None:
+                _print_slices(output, chosen, everything)
+
+        for_each(output, urls, show)
+
+
+def _chosen(inspection: Inspection, glob: str) -> list[TensorInfo]:
+    """List the tensors of a pattern, in order. Raises NotFound if there is none."""
+    chosen = [info for fqn, info in inspection.tensors.items() if fnmatchcase(fqn, glob)]
+    if not chosen:
+        from ckpt.reading.slices import no_such_name
+
+        raise no_such_name(glob, inspection.tensors, inspection.url, "tensor ")
+    return sorted(chosen, key=lambda info: natural(info.fqn))
 
 
 def _as_json(inspection: Inspection, chosen: Sequence[TensorInfo] | None) -> dict[str, Any]:

@@ -27,6 +27,10 @@ def url_of(place: str) -> Any:
 
 
 Url = Annotated[str, url_of("The checkpoint")]
+Urls = Annotated[
+    list[str],
+    typer.Argument(metavar="URL...", help="One checkpoint or more: a path, s3://bucket/key or another URL."),
+]
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints: a path or URL.")]
 Depth = Annotated[
     int, typer.Option(metavar="N", min=0, max=8, help="Levels of folders below ROOT to search.")
@@ -52,11 +56,21 @@ Expect = Annotated[
         help="The checkpoint's digest, sha256:...; anything else is refused (docs/provenance.md).",
     ),
 ]
+
+
+def check_expect(expect: str | None, urls: Sequence[str]) -> None:
+    """Raise ConfigurationError if one digest is expected of several checkpoints."""
+    if expect is not None and len(urls) > 1:
+        raise ConfigurationError(f"--expect is the digest of one checkpoint, and here are {len(urls)} URLs")
+
+
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")]
 Json = Annotated[
     bool,
     typer.Option(
-        "--json", help="Print one JSON object; docs/cli.md lists its fields.", rich_help_panel=SHARED
+        "--json",
+        help="Print one JSON object, of several URLs one in a line each; docs/cli.md lists its fields.",
+        rich_help_panel=SHARED,
     ),
 ]
 JsonLines = Annotated[

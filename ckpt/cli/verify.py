@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import ckpt
-from ckpt.cli.options import Expect, Json, StorageOptions, Threads, Url, parse_quantity, parse_storage_options
-from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, command, table
-from ckpt.errors import ConfigurationError
+from ckpt.backends.options import redact_url
+from ckpt.cli.options import (
+    Expect,
+    Json,
+    StorageOptions,
+    Threads,
+    Urls,
+    check_expect,
+    parse_quantity,
+    parse_storage_options,
+)
+from ckpt.cli.printing.output import EXIT_PROBLEM, MAX_LINES, Output, command, for_each, table
+from ckpt.errors import ConfigurationError, NotCommitted, NotFound
 from ckpt.words import age, count, shown, size
 
 if TYPE_CHECKING:
@@ -23,14 +35,15 @@ _SHARES = {"": 1.0, "%": 0.01}
 
 EXAMPLES = """
 ckpt verify runs/step-100
-ckpt verify s3://bucket/run/step-100 --quick
+ckpt verify s3://bucket/run
+ckpt verify s3://bucket/run/step-100 s3://bucket/run/step-200 --quick
 ckpt verify s3://bucket/run/step-100 --sample 5%
 ckpt verify s3://bucket/run --signed --key public.pem --memory seen.json
 """
 
 
 def verify(
-    url: Url,
+    urls: Urls,
     quick: Annotated[
         bool, typer.Option("--quick", help="Check records and file sizes only; read no data.")
     ] = False,
@@ -66,7 +79,7 @@ def verify(
     storage_options: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Check every byte and every record of a checkpoint.
+    """Check every byte and every record of checkpoints: of each URL, or of all in it if it is a folder of them.
 
     Also checks that the stored slices cover every tensor, and lists objects that do not belong to
     the checkpoint. With --sample it reads some of the blocks, and says how probably damage was missed.
@@ -84,21 +97,64 @@ def verify(
                 raise ConfigurationError(
                     "--signed goes with neither --expect, as a signature names one checkpoint too, nor --sample and --seed"
                 )
-            _verify_signed(output, url, key, {**more, **of_signed})
+            signer = key
+            for_each(output, urls, lambda url: _verify_signed(output, url, signer, {**more, **of_signed}))
             return
         if key is not None or signed or any(value is not None for value in of_signed.values()):
             raise ConfigurationError(
                 "--signed needs --key, and --key, --run, --not-before and --memory need --signed"
             )
         more["sample"] = None if sample is None else parse_quantity("--sample", sample, _SHARES, "5% or 0.05")
+        check_expect(expect, urls)
+        more |= {"seed": seed, "expect": expect}
+        for_each(output, urls, lambda url: _verify(output, url, more))
+
+
+def _verify(output: Output, url: str, more: dict[str, Any]) -> None:
+    """Verify the checkpoint at a URL; if it has none of its own, all that are below it."""
+    try:
         with output.progress("verifying") as progress:
-            result = ckpt.verify(url, seed=seed, progress=progress, expect=expect, **more)
-        if output.as_json:
-            output.json({**dataclasses.asdict(result), "ok": result.ok})
-        else:
-            _print(output, result)
-        if not result.ok:
-            raise typer.Exit(EXIT_PROBLEM)
+            result = ckpt.verify(url, progress=progress, **more)
+    except NotCommitted:
+        if more["expect"] is not None or not (below := _below(output, url, more["storage_options"])):
+            raise
+        for_each(output, below, lambda each: _verify_listed(output, each, more))
+        return
+    _show(output, result)
+
+
+def _below(output: Output, root: str, options: Mapping[str, Any] | None) -> list[str]:
+    """List the checkpoints of a folder that a save has committed; none if the folder is one itself."""
+    with output.progress("listing") as progress:
+        listed = ckpt.list_checkpoints(root, storage_options=options, progress=progress)
+    if any(not each.path for each in listed):
+        return []
+    for each in listed:
+        if each.state == "incomplete" and not output.as_json:
+            output.print(f"[yellow]not checked:[/] {shown(each.path)} is not committed")
+    committed = [each.path for each in listed if each.state != "incomplete"]
+    return [os.path.join(root, path) for path in committed]
+
+
+def _verify_listed(output: Output, url: str, more: dict[str, Any]) -> None:
+    """Verify a checkpoint that was listed before. One that was removed after that is passed over."""
+    try:
+        with output.progress("verifying") as progress:
+            result = ckpt.verify(url, progress=progress, **more)
+    except NotFound:
+        if not output.as_json:
+            output.print(f"[yellow]not checked:[/] {shown(redact_url(url))} was removed after it was listed")
+        return
+    _show(output, result)
+
+
+def _show(output: Output, result: Verification) -> None:
+    if output.as_json:
+        output.json({**dataclasses.asdict(result), "ok": result.ok})
+    else:
+        _print(output, result)
+    if not result.ok:
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _verify_signed(output: Output, url: str, key: str, more: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from ckpt.conversion.safetensors_target import SafetensorsTarget
 from ckpt.conversion.selection import Rules, globs_of, select, weight_dtype
 from ckpt.conversion.target import Target, Written
 from ckpt.conversion.torch_target import TorchTarget
-from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.errors import CheckpointError, ConfigurationError, short_traceback
 from ckpt.format.fqns import STRUCTURE
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, RanksFailed, check_timeout
@@ -68,6 +68,7 @@ class Converted:
     lacks_config: bool = False
 
 
+@short_traceback
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],

@@ -35,6 +35,7 @@ from ckpt.errors import (
     StillReferred,
     StorageError,
     StorageFull,
+    short_traceback,
 )
 from ckpt.format.records import read_commit
 from ckpt.format.run_record import RunRecord, read_run
@@ -84,6 +85,7 @@ class Drained:
     id: str = ""
 
 
+@short_traceback
 def drain(
     local: str | os.PathLike[str],
     durable: str | os.PathLike[str],

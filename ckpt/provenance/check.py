@@ -22,6 +22,7 @@ from ckpt.errors import (
     NotCommitted,
     NotFound,
     UnsafeContent,
+    short_traceback,
 )
 from ckpt.format.names import last_segment, step_of
 from ckpt.format.records import StoredCommit, read_commit
@@ -107,6 +108,7 @@ class SignedVerification:
         return not self.faults and all(each.ok for each in self.checkpoints)
 
 
+@short_traceback
 def verify_signed(
     url: str | os.PathLike[str],
     key: str | os.PathLike[str],

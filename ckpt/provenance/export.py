@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, short_traceback
 from ckpt.provenance.envelope import STATEMENT_TYPE, sealed
 from ckpt.provenance.signers import open_signer
 
@@ -40,6 +40,7 @@ class SignedExport:
     digest: str
 
 
+@short_traceback
 def sign_export(
     folder: str | os.PathLike[str], key: str | os.PathLike[str], *, password: str | None = None
 ) -> SignedExport:

@@ -23,6 +23,7 @@ from ckpt.errors import (
     NotCommitted,
     NotFound,
     StorageError,
+    short_traceback,
 )
 from ckpt.format.names import is_our_name, last_segment, owned_path, signature_key, step_of
 from ckpt.format.records import CommitRecord, read_commit
@@ -59,6 +60,7 @@ class Signature:
     before: Before | None
 
 
+@short_traceback
 def sign(
     url: str | os.PathLike[str],
     key: str | os.PathLike[str],

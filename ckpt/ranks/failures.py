@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt.errors import CheckpointError, LoadFailed, SaveFailed
 from ckpt.ranks.group import Ranks, RanksFailed
-from ckpt.ranks.lost_ranks import by_cause, lost, summary
+from ckpt.ranks.lost_ranks import forget_rank, lost, summary
 from ckpt.ranks.many_failures import some_of
 
 _TRACEBACKS = 2
@@ -50,24 +50,24 @@ def is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
     return isinstance(error, CheckpointError) and type(error) is not CheckpointError
 
 
-def load_error(error: CheckpointException, place: str) -> CheckpointError:
+def load_error(error: CheckpointException, place: str, *, is_alone: bool = False) -> CheckpointError:
     """Return the first rank's error if its type says what is wrong, else one that names them all."""
     failures = failures_of(error)
-    first = failures[by_cause(failures)[0]]
+    first = failures[min(failures)]
     if is_specific(first):
         return first
-    return LoadFailed(**_details("load", error, place))
+    return LoadFailed(**_details("load", error, place, is_alone))
 
 
-def save_error(error: CheckpointException, place: str) -> SaveFailed:
+def save_error(error: CheckpointException, place: str, *, is_alone: bool = False) -> SaveFailed:
     """Return an error that names all that failed."""
-    return SaveFailed(**_details("save", error, place))
+    return SaveFailed(**_details("save", error, place, is_alone))
 
 
-def _details(call: str, error: CheckpointException, place: str) -> dict[str, Any]:
+def _details(call: str, error: CheckpointException, place: str, is_alone: bool) -> dict[str, Any]:
     failures = failures_of(error)
     count = error.count if isinstance(error, StepFailed) else len(failures)
-    message = summary(call, failures, count=count)
+    message = summary(call, failures, count=count, is_alone=is_alone)
     return {"message": message, "url": place, "failures": some_of(failures), "failed_ranks": count}
 
 
@@ -121,13 +121,16 @@ def same_failure(failed: type[SaveFailed | LoadFailed], place: str, ranks: Ranks
         if error.is_refusal and error.own is not None:
             error.own.rank = None  # the same argument is wrong everywhere: no rank is at fault
             raise error.own from None
-        message = summary(call, failures, count=count)
+        message = summary(call, failures, count=count, is_alone=ranks.size == 1)
         raise failed(message, url=place, failures=failures, failed_ranks=count) from None
     except CheckpointError as error:
+        is_alone = ranks.size == 1
         if is_specific(error):
+            if is_alone:
+                forget_rank(error)
             raise
         failures = {error.rank or 0: error}
-        raise failed(summary(call, failures), url=place, failures=failures) from None
+        raise failed(summary(call, failures, is_alone=is_alone), url=place, failures=failures) from None
     except Exception as error:
         message, lost_ranks = lost(call, ranks, error)
         raise failed(message, url=place, failures=lost_ranks) from error

@@ -25,6 +25,7 @@ from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.roll_call import Answer, Cause, RollCall
 from ckpt.ranks.tree import Tree
+from ckpt.ranks.waits import waiting_for
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -157,7 +158,8 @@ class Ranks:
 
     def most(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' `values`, place by place."""
-        return self.join([*map(int, values)], _most)
+        with waiting_for(self, "the other ranks to make the same call"):
+            return self.join([*map(int, values)], _most)
 
     def most_later(self, values: Sequence[int]) -> Future[list[int]]:
         """Begin what `most` does, and return at once; wait for the answer before the next such call.
@@ -190,10 +192,11 @@ class Ranks:
             try:
                 answer = True, work()
             except Exception as error:
-                answer = False, portable(error, 0)
+                answer = False, portable(error, None if self.size == 1 else 0)
             except BaseException as error:
                 interrupt, answer = error, (False, _interrupted(error, 0))
-        worked, value = self.broadcast(answer)
+        with waiting_for(self, "rank 0, which works for all"):
+            worked, value = self.broadcast(answer)
         if interrupt is not None:
             raise interrupt
         if not worked:
@@ -216,12 +219,13 @@ class Ranks:
             check_timeout(self._timeout_s)
             value = work()
         except Exception as error:
-            failure = portable(error, self.rank)
+            failure = portable(error, None if self.size == 1 else self.rank)
         except BaseException as error:  # an interrupt of this rank alone, for which the others must not wait
             interrupt = error
             failure = _interrupted(error, self.rank)
         self.progress.wait_for(f"the other ranks to enter the {call}")
-        outcome = self.join(Outcome.of(self.rank, call, failure), Outcome.join)
+        with waiting_for(self, f"the other ranks to enter the {call}: every rank has to make this call"):
+            outcome = self.join(Outcome.of(self.rank, call, failure), Outcome.join)
         if interrupt is not None:
             raise interrupt
         if outcome.failed:
@@ -241,10 +245,7 @@ class Ranks:
         )
 
     def roll_call(self, error: BaseException) -> RollCall | None:
-        """Ask every rank, after a broken collective, what is the matter; None: the store is gone.
-
-        This gives the broken group up first, so that ranks still waiting in it wake up and answer.
-        """
+        """End the broken group, so that ranks that wait in it wake up, and ask each what failed; None: the store is gone."""
         cause: Cause = "connection" if is_connection_error(error) else "own"
         if self.size == 1:
             return RollCall({0: Answer(True, failure=_text(error), cause=cause)}, is_complete=True)
@@ -281,7 +282,8 @@ class Ranks:
     def connect(self) -> None:
         """Make the connections and begin the heartbeats; the first time all ranks wait for each other here."""
         if not self._connected:
-            own = self._own_group()
+            with waiting_for(self, f"all {self.size} ranks to make the same call"):
+                own = self._own_group()
             if own is not None:
                 self.group, self.is_own_group = own, True
                 self.tree = Tree(own, self.rank, self.size, self._longest_wait)
@@ -380,8 +382,8 @@ def _interrupted(interrupt: BaseException, rank: int) -> CheckpointError:
     return CheckpointError(f"interrupted: {type(interrupt).__name__}", rank=rank)
 
 
-def portable(error: Exception, rank: int) -> CheckpointError:
-    """Return `error` as one of ours that names its rank and can travel to another process."""
+def portable(error: Exception, rank: int | None) -> CheckpointError:
+    """Return `error` as one of ours that names its rank, if there are several, and can travel to another process."""
     if isinstance(error, CheckpointError):
         error.rank = rank if error.rank is None else error.rank
         with contextlib.suppress(Exception):

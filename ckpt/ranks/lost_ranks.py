@@ -17,30 +17,42 @@ class StoppedForAnother(StorageError):
     """This rank stopped because another one failed, whose error is the cause."""
 
 
-def by_cause(failures: Mapping[int, BaseException]) -> list[int]:
-    """List the ranks that failed, in order, those that stopped for another one last."""
-    return sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
+def summary(
+    call: str, failures: Mapping[int, BaseException], *, count: int | None = None, is_alone: bool = False
+) -> str:
+    """Describe a failed call in one line: the first rank's error, and which of `count` ranks failed too.
 
-
-def summary(call: str, failures: Mapping[int, BaseException], *, count: int | None = None) -> str:
-    """Describe a failed call in one line: the first rank's error, and which of `count` ranks failed too."""
-    first, *others = by_cause(failures)
+    `is_alone`: the job has one rank, and no error names it.
+    """
+    if is_alone:
+        forget_rank(*failures.values())
+    first, *others = sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
     others.sort()
     cause = failures[first]
-    text = (
-        str(cause) if isinstance(cause, CheckpointError) else f"rank {first}: {type(cause).__name__}: {cause}"
-    )
+    text = str(cause)
+    if not isinstance(cause, CheckpointError):
+        text = (
+            f"{type(cause).__name__}: {cause}"
+            if is_alone
+            else f"rank {first}: {type(cause).__name__}: {cause}"
+        )
     count = len(failures) if count is None else count
     in_all = f"; {count:,} ranks in all" if count > _MAX_NAMES + 1 else ""
     more = f" (also failed: rank {_names(others)}{in_all})" if others else ""
     return f"the {call} failed: {text}{more}"
 
 
+def forget_rank(*errors: BaseException) -> None:
+    """Let errors of a job of one rank not name it."""
+    for error in errors:
+        if isinstance(error, CheckpointError):
+            error.rank = None
+
+
 def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
     """Find out, after a collective broke, who is gone or whose error it was: message, errors by rank."""
     first_line = str(error).splitlines()[0] if str(error) else ""
-    given_up = ranks.progress.given_up  # asked once: the watch may set it during the roll call
-    cause = given_up or f"{type(error).__name__}: {first_line}"
+    cause = ranks.progress.given_up or f"{type(error).__name__}: {first_line}"
     roll_call = ranks.roll_call(error)
     if roll_call is None:
         reason = "the rendezvous store, or the rank that holds it, does not answer"
@@ -65,8 +77,8 @@ def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Base
         count = f" ({len(silent):,} ranks in all)" if len(silent) > _MAX_NAMES else ""
         return f"the {call} failed: rank {_names(silent)}{count} {_SILENT}{last} ({cause})", some_of(failures)
     if failures:
-        return summary(call, failures), some_of(failures)
-    if given_up is None:  # it was this rank that the others gave up
+        return summary(call, failures, is_alone=ranks.size == 1), some_of(failures)
+    if ranks.progress.given_up is None:  # it was this rank that the others gave up
         says = (
             f"rank {rank} says: {each.failure}" for rank, each in answers.items() if each.cause == "watch"
         )

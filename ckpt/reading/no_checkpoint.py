@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Collection
 
@@ -55,8 +56,26 @@ def no_checkpoint(store: Store) -> NotFound | NotCommitted:
         return NotCommitted(_about_folder(store, keys), url=store.url)
     if any(map(is_rank_directory, store.folders())):  # of files that are only begun, which no listing shows
         return NotCommitted(_BEGUN, url=store.url)
-    text = _about_file(store.url) if store.root_is_object() else "there is nothing here"
+    text = (
+        _about_file(store.url) if store.root_is_object() else f"there is nothing here{_hub_advice(store.url)}"
+    )
     return NotFound(text, url=store.url)
+
+
+def _hub_advice(url: str) -> str:
+    """Say how to load a model of a hub, if a local path may be meant as the id of one: `owner/name`."""
+    owner, name = os.path.split(url)
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        return ""
+    if os.path.dirname(owner) != here or os.path.exists(owner):
+        return ""
+    hub_id = f"{os.path.basename(owner)}/{name}"
+    return (
+        f"; ids of a hub are not resolved: if {hub_id} is one, load the folder that "
+        f"huggingface_hub.snapshot_download({hub_id!r}) returns"
+    )
 
 
 def _about_file(url: str) -> str:

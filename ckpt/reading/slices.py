@@ -95,9 +95,7 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
             fqn = name.removeprefix(prefix)
             if name.startswith(prefix) and fqn in columns.entries:
                 return part, columns, fqn, columns.entries[fqn]
-        near = _nearest(name, self.names)
-        advice = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise NotFound(f"there is no {name[:200]!r} in this checkpoint{advice}", url=self.store.url)
+        raise no_such_name(name, self.names, self.store.url)
 
     def tensor(self, name: str) -> TensorColumns:
         """Return the columns of a tensor. Raises NotFound if there is no tensor of that name."""
@@ -260,8 +258,17 @@ class OpenCheckpoint(contextlib.AbstractContextManager["OpenCheckpoint"]):
         self.close()
 
 
+def no_such_name(name: str, names: Iterable[str], url: str, noun: str = "") -> NotFound:
+    """Make the error for a name, or a pattern, that none of `names` is; it suggests some of them."""
+    near = _nearest(name.strip("*"), [*names])
+    advice = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return NotFound(f"there is no {noun}{name[:200]!r} in this checkpoint{advice}", url=url)
+
+
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Find names that a mistyped one may stand for, among as many as take no time."""
+    """Find names that a mistyped one, or the first part of one, may stand for, among as many as take no time."""
+    if name and (below := [*itertools.islice((other for other in names if other.startswith(name)), 3)]):
+        return below
     parts = set(name.split(".")[:_MAX_PARTS])
 
     def likeness(other: str) -> tuple[int, int]:

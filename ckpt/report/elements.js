@@ -57,6 +57,11 @@ function seconds(s) {
   return rest * small[1] >= large[1] ? `${whole + 1} ${large[0]}` : rest ? `${whole} ${large[0]} ${rest} ${small[0]}` : `${whole} ${large[0]}`;
 }
 
+/** Write a metric with four digits. */
+function metric(value) {
+  return value === null || value === undefined ? "" : String(Number(value.toPrecision(4)));
+}
+
 function percent(part, whole) {
   const share = whole ? 100 * part / whole : 0;
   return `${share === 0 || share >= 10 ? share.toFixed(0) : share.toPrecision(2)} %`;
@@ -71,14 +76,16 @@ function median(values) {
   return sorted.length ? sorted[(sorted.length - 1) >> 1] : null;
 }
 
-/** Make a table. A column is `[title, kind]`; kind: undefined, "right" or "wrap". Cells are texts, or `[text, value]`. */
+/** Make a table. A column is `[title, kind]`; kind: undefined, "right" or "wrap". Cells are texts, or `[text, value]`. A column of empty cells is left out. */
 function table(caption, columns, rows) {
-  const cells = (row) => row.map((cell, at) => {
-    const [text, value] = Array.isArray(cell) ? cell : [cell, null];
+  const textOf = (cell) => (Array.isArray(cell) ? cell[0] : cell);
+  const filled = columns.map((_, at) => at).filter((at) => !at || rows.some((row) => textOf(row[at]) !== ""));
+  const cells = (row) => filled.map((at) => {
+    const [text, value] = Array.isArray(row[at]) ? row[at] : [row[at], null];
     const made = { class: columns[at][1] ?? null, "data-value": value };
     return at ? el("td", made, text) : el("th", { ...made, scope: "row", title: text }, text);
   });
-  const head = columns.map(([title, kind]) => el("th", { scope: "col", class: kind ?? null }, title));
+  const head = filled.map((at) => columns[at]).map(([title, kind]) => el("th", { scope: "col", class: kind ?? null }, title));
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     el("table", {}, el("caption", { class: "hidden" }, caption), el("thead", {}, el("tr", {}, head)),
       el("tbody", {}, rows.map((row) => el("tr", {}, cells(row))))));

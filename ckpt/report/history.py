@@ -14,7 +14,7 @@ from ckpt.tools.ls import ListedCheckpoint
 
 _MAX_CHECKPOINTS, _MAX_SAVES, _MAX_FAILURES, _MAX_STARTS = 2000, 4000, 500, 500
 """The newest of each, in a page of a few MB."""
-_MAX_TEXT = 300
+_MAX_TEXT, _MAX_NAME, _MAX_METRICS = 300, 40, 8
 _FAILURES = frozenset(
     ("failed", "passed_over", "not_removed", "not_local", "not_durable", "not_copied", "drain_failed")
 )
@@ -76,6 +76,9 @@ def _checkpoint(each: ListedCheckpoint) -> dict[str, Any]:
         "created_at_s": each.created_at_s,
         "world_size": each.world_size,
         "save_s": each.save_s,
+        "metrics": {
+            shortened(name, _MAX_NAME): value for name, value in [*each.metrics.items()][:_MAX_METRICS]
+        },
         "retries": each.retries,
         "latest": each.latest,
         "problem": shortened(each.problem or "", _MAX_TEXT),

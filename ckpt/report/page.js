@@ -123,6 +123,7 @@ function checkpointSections(c) {
 
 // -- a run ---------------------------------------------------------------------------------------------
 
+const MOST_METRICS = 8;
 const STATES = { committed: "committed", incomplete: "incomplete (an interrupted or running save)", foreign: "of stock PyTorch", damaged: "damaged", unreadable: "not readable" };
 
 function runTiles(run) {
@@ -157,7 +158,7 @@ function failureSection(run) {
 }
 
 function historySection(run) {
-  const timed = run.saves.filter((save) => save.upload_s !== undefined), name = (saves) => (at) => (saves[at].step === null ? String(at + 1) : `step ${saves[at].step}`);
+  const timed = run.saves.filter((save) => save.upload_s !== undefined), name = (saves) => (at) => (saves[at].step === null ? String(at + 1) : `step ${count(saves[at].step)}`);
   const kept = run.checkpoints.filter((each) => each.state === "committed");
   const parts = [];
   if (timed.length > 1) parts.push(el("h3", {}, "Seconds from the step until durable"), bars("Seconds of each save", timed.map((save) => save.upload_s), { kind: "seconds", write: seconds, name: name(timed), high: 110 }));
@@ -165,9 +166,10 @@ function historySection(run) {
     const label = kept.some((each) => each.referred_bytes) ? "Size: own bytes, and in a lighter colour what they refer to" : "Size";
     parts.push(el("h3", {}, label), bars("Size of each checkpoint", kept.map((each) => each.size_bytes), { kind: "bytes", write: size, name: name(kept), high: 110, shades: kept.map((each) => each.referred_bytes ?? 0) }));
   }
-  const columns = [["checkpoint"], ["step", "right"], ["state"], ["own bytes", "right"], ["referred", "right"], ["saved at (UTC)"], ["took", "right"], ["ranks", "right"], ["sent again", "right"], ["problem", "wrap"]];
+  const metrics = [...new Set(run.checkpoints.flatMap((each) => Object.keys(each.metrics)))].slice(0, MOST_METRICS);
+  const columns = [["checkpoint"], ["step", "right"], ["state"], ["own bytes", "right"], ["referred", "right"], ...metrics.map((each) => [each, "right"]), ["saved at (UTC)"], ["took", "right"], ["ranks", "right"], ["sent again", "right"], ["problem", "wrap"]];
   const rows = run.checkpoints.map((each) => [`${each.path || "."}${each.latest ? " (latest)" : ""}`, each.step === null ? "" : [count(each.step), each.step], STATES[each.state] ?? each.state, [size(each.size_bytes), each.size_bytes],
-    [each.referred_bytes ? size(each.referred_bytes) : "", each.referred_bytes], moment(each.created_at_s), seconds(each.save_s), each.world_size === null ? "" : count(each.world_size), count(each.retries), each.problem]).reverse();
+    [each.referred_bytes ? size(each.referred_bytes) : "", each.referred_bytes], ...metrics.map((name) => [metric(each.metrics[name]), each.metrics[name] ?? null]), moment(each.created_at_s), seconds(each.save_s), each.world_size === null ? "" : count(each.world_size), each.retries ? count(each.retries) : "", each.problem]).reverse();
   return card("history", "Checkpoints", parts, el("h3", {}, rows.length < run.count ? `The newest ${count(rows.length)} of ${count(run.count)}` : "All of them, the newest first"), table("Checkpoints, the newest first", columns, rows.slice(0, 1000)));
 }
 

@@ -66,6 +66,28 @@ function squarified(nodes, x, y, width, height) {
   return placed;
 }
 
+/** Lay out numbered modules, such as layers, in rows and in their order; others as squarely as it goes. */
+function arranged(nodes, x, y, width, height) {
+  if (nodes.length < 3 || width <= 0 || height <= 0 || !nodes.every((node) => /^\d+(\.|$)/.test(node.name))) {
+    return squarified(nodes, x, y, width, height);
+  }
+  const inOrder = [...nodes].sort((a, b) => parseInt(a.name, 10) - parseInt(b.name, 10));
+  const sum = (some) => some.reduce((bytes, node) => bytes + node.bytes, 0);
+  const rows = Math.min(nodes.length, Math.max(1, Math.round(Math.sqrt(nodes.length * height / width)))), each = Math.ceil(nodes.length / rows);
+  const placed = [];
+  for (let at = 0; at < inOrder.length; at += each) {
+    const row = inOrder.slice(at, at + each), h = height * sum(row) / sum(nodes);
+    let along = x;
+    for (const node of row) {
+      const w = width * node.bytes / sum(row);
+      placed.push({ node, x: along, y, w, h });
+      along += w;
+    }
+    y += h;
+  }
+  return placed;
+}
+
 class Treemap {
   constructor(facts) {
     this.facts = facts;
@@ -157,7 +179,7 @@ class Treemap {
       nodes.sort((a, b) => b.bytes - a.bytes);
     }
     const chosen = [...this.map.children].indexOf(document.activeElement);
-    this.map.replaceChildren(...squarified(nodes, 0, 0, width, height).map((box) => this.tile(box, node)));
+    this.map.replaceChildren(...arranged(nodes, 0, 0, width, height).map((box) => this.tile(box, node)));
     const first = this.map.children[Math.max(0, chosen)] ?? this.map.firstChild;
     if (first) {
       first.tabIndex = 0;
@@ -188,7 +210,7 @@ class Treemap {
     const height = bottom - y - 3;
     if (width < 6 || height < 6) return;
     const inside = node.children.filter((child) => child.bytes > 0).sort((a, b) => b.bytes - a.bytes).slice(0, MOST_TILES);
-    for (const box of squarified(inside, x, y, width, height)) {
+    for (const box of arranged(inside, x, y, width, height)) {
       const [w, h] = [box.w - 1.5, box.h - 1.5];
       if (w < 1.5 || h < 1.5) continue;
       const opens = box.node.children !== null, deeper = opens && depth < 3 && w > 44 && h > 40;

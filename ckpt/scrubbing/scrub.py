@@ -25,6 +25,7 @@ from ckpt.errors import (
     NotCommitted,
     NotFound,
     StorageError,
+    short_traceback,
 )
 from ckpt.format.names import is_data_key
 from ckpt.scrubbing.budget import Budget, Position
@@ -106,6 +107,7 @@ class Scrubbed:
         return not self.damaged and not self.unreadable
 
 
+@short_traceback
 def scrub(
     root: str | os.PathLike[str],
     *,

@@ -36,6 +36,8 @@ from ckpt.words import printable
 
 _logger = logging.getLogger(__name__)
 
+_MAX_FAULTS = 20
+
 
 class StateLoadPlanner(DefaultLoadPlanner):
     """Load into the parts of a state dict what the checkpoint has of them.
@@ -125,28 +127,34 @@ class StateLoadPlanner(DefaultLoadPlanner):
 
     def _judge(self) -> None:
         """Refuse what this rank finds. Left-over names alone are for all ranks to judge, as soon as all have planned."""
-        faults = self.targets.faults
-        if faults:
-            more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-            raise LoadFailed("; ".join(faults[:5]) + more)
         _, size = rank_and_world_size()
-        if self.missing or (self.targets.is_dry and size == 1):
+        faults = self.targets.faults
+        if faults or self.missing or (self.targets.is_dry and size == 1):
             left_over = self._holding({*self._below()} - self.targets.asked)
-            self._refuse(left_over, "the program" if size == 1 else "this rank")
+            self._refuse(left_over, "the program" if size == 1 else "this rank", faults)
 
-    def _refuse(self, left_over: Sequence[str], who: str = "the program") -> None:
-        """Raise LoadFailed for names that only one side has, if the options want all."""
-        left_over = () if self._as_dcp else left_over
-        if self.options.strict is False or not (self.missing or left_over):
+    def _refuse(self, left_over: Sequence[str], who: str = "the program", faults: Sequence[str] = ()) -> None:
+        """Raise LoadFailed for `faults`, and for names that only one side has, if the options want all."""
+        is_strict = self.options.strict is not False
+        missing = self.missing if is_strict else ()
+        left_over = left_over if is_strict and not self._as_dcp else ()
+        if not (faults or missing or left_over):
             return
-        texts = [f"the checkpoint lacks {shortened(self.missing)}"] if self.missing else []
+        texts = [*faults[:_MAX_FAULTS]]
+        if len(faults) > _MAX_FAULTS:
+            texts.append(f"and {len(faults) - _MAX_FAULTS} more")
+        if missing:
+            texts.append(f"the checkpoint lacks {shortened(missing)}")
         if left_over:
             texts.append(f"{who} has no place for {shortened(left_over)}, which the checkpoint has")
         text = "; ".join(texts)
         if not self._as_dcp:
             others = self.targets.stored.names.keys() - self.targets.asked
-            text += _advice(self.missing, others)
-            text += "; strict=False loads the rest" if self.missing else "; strict=False leaves them out"
+            text += _advice(missing, others)
+            if self.targets.can_resize:
+                text += "; on_shape='resize' of LoadOptions loads the part that both have"
+            if missing or left_over:
+                text += "; strict=False loads the rest" if missing else "; strict=False leaves them out"
         raise LoadFailed(text)
 
     def live(self) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Targets:
         lacked: tensors of the program among these: one that is filled under another name is not missing.
         notes: differences that are no error, for the log.
         faults: what cannot be loaded, and why.
+        can_resize: some of these are shapes, which have a part in common.
         after: what to do when the bytes are there, before parts take their values.
         likes: the parameters of the models by name, for values that the program does not have yet.
         in_program: the tensors of the program into which what was loaded elsewhere is copied, by stored name.
@@ -84,6 +85,7 @@ class Targets:
     lacked: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    can_resize: bool = False
     after: list[Callable[[], None]] = field(default_factory=list)
     likes: dict[str, torch.Tensor] = field(default_factory=dict)
     in_program: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Targets:
         shape = tuple(live.size())
         if shape != value.shape:
             if self.options.on_shape != "resize" or len(shape) != len(value.shape):
-                self.faults.append(_other_shape(name, value.shape, shape))
+                self._note_shape(name, value.shape, shape)
                 return
             self.resized.append(name)
         if self.is_dry:
@@ -165,11 +167,16 @@ class Targets:
         if is_one_with_another:
             self.after.append(lambda: self._compare(name, first, live, own, may_replace=may_replace))
 
+    def _note_shape(self, name: str, stored: tuple[int, ...], live: tuple[int, ...]) -> None:
+        """Note that a tensor has another shape in the program."""
+        self.faults.append(f"{name!r} is {stored} in the checkpoint, and {live} in the program")
+        self.can_resize |= len(stored) == len(live)
+
     def _by_own_chunks(self, value: StoredValue, live: torch.Tensor, name: str) -> None:
         """Load into a tensor that says by itself which chunks it has."""
         assert value.shape is not None
         if not has_shape(live, torch.Size(value.shape)):
-            self.faults.append(_other_shape(name, value.shape, global_shape(live)))
+            self._note_shape(name, value.shape, global_shape(live))
         elif not self.is_dry:
             self.values[value.name] = live
 
@@ -301,13 +308,6 @@ def _check_finite(live: Any, before: Sequence[torch.Tensor | None], name: str) -
                 f"{name!r} is infinite as bfloat16, in the checkpoint it is float32; allow_casts=True of LoadOptions "
                 "loads it all the same"
             )
-
-
-def _other_shape(name: str, stored: tuple[int, ...], live: tuple[int, ...]) -> str:
-    advice = ""
-    if len(stored) == len(live):
-        advice = "; on_shape='resize' of LoadOptions loads the part that both have"
-    return f"{name!r} is {stored} in the checkpoint, and {live} in the program{advice}"
 
 
 def _is_same_kind(live: Any, value: StoredValue, like: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ckpt.collective import load_by, place_of
-from ckpt.errors import LoadFailed
+from ckpt.errors import LoadFailed, short_traceback
 from ckpt.format.dcp_view import Chunks
 from ckpt.format.names import last_segment
 from ckpt.gc_pause import rare_gc
@@ -38,6 +38,7 @@ from ckpt.tools.live_compare import local_chunks
 from ckpt.transfer.tensor_memory import plain
 
 
+@short_traceback
 def certify(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],

@@ -35,6 +35,7 @@ from ckpt.errors import (
     FormatError,
     IntegrityError,
     NotFound,
+    short_traceback,
 )
 from ckpt.format.names import (
     MODEL_PREFIX,
@@ -76,6 +77,7 @@ _MAX_LEFTOVER_AGE_S = DEFAULT_GRACE_S / 2
 """Older objects are not used: `ckpt gc` could remove them before the commit."""
 
 
+@short_traceback
 def copy(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import FormatError, UnsafeContent
+from ckpt.errors import FormatError, UnsafeContent, short_traceback
 from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import is_quantized, item_bytes
 from ckpt.format.elements import Elements, has_values, values_of
@@ -81,6 +81,7 @@ class Comparison:
         return not self.differences
 
 
+@short_traceback
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

@@ -17,7 +17,7 @@ from ckpt.consistency import environment
 from ckpt.consistency.probes import access, bucket, files, races, requests, speed, visibility
 from ckpt.consistency.probes.clients import CLEANING_LIMIT_S, Client, ProcessClient
 from ckpt.consistency.probes.examine import Finding, Probe, Subject, Verdict, examine
-from ckpt.errors import ConfigurationError, NotFound
+from ckpt.errors import ConfigurationError, NotFound, short_traceback
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Diagnosis:
         return not any(finding.check == "permission to put" for finding in self.findings)
 
 
+@short_traceback
 def doctor(
     url: str | os.PathLike[str],
     second_url: str | os.PathLike[str] | None = None,

@@ -24,7 +24,7 @@ from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.storage_clock import storage_now
-from ckpt.errors import AccessDenied, CheckpointError, FormatError, NotFound, StorageError
+from ckpt.errors import AccessDenied, CheckpointError, FormatError, NotFound, StorageError, short_traceback
 from ckpt.format.names import (
     MODEL_INDEX_KEY,
     SCRUB_KEY,
@@ -95,6 +95,7 @@ class Garbage:
         return sum(item.size_bytes for item in self.items)
 
 
+@short_traceback
 def collect_garbage(
     root: str | os.PathLike[str],
     *,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ckpt import notebook
 from ckpt.backends.registry import open_store
 from ckpt.consistency.expected import checked_expect, commit_digest
+from ckpt.errors import short_traceback
 from ckpt.format.columns import ObjectRow, TensorColumns
 from ckpt.format.dtypes import item_bytes
 from ckpt.format.fqns import has_model, part_of, paths_of
@@ -239,6 +240,7 @@ class Inspection:
         return notebook.titled(self.url, facts, notebook.folded(summary, heading, rows))
 
 
+@short_traceback
 def inspect(
     url: str | os.PathLike[str],
     *,

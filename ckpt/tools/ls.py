@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,14 @@ from ckpt.backends.base import ObjectStat, Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import PrefixStore
 from ckpt.consistency.commit import STOCK_METADATA_KEY
-from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError
-from ckpt.format.names import MODEL_INDEX_KEY, MODEL_PREFIX, is_our_name, is_rank_directory, step_of
+from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError, short_traceback
+from ckpt.format.names import (
+    MODEL_INDEX_KEY,
+    MODEL_PREFIX,
+    is_our_name,
+    is_rank_directory,
+    step_of,
+)
 from ckpt.format.records import CommitRecord, read_commit
 from ckpt.format.run_record import RunRecord, read_run
 from ckpt.format.saved_over import SAVED_OVER, is_saved_over
@@ -26,6 +33,7 @@ from ckpt.reading.latest import created_at_s, is_stock, missing_object, newest_f
 from ckpt.tools.findings import find_uploads
 from ckpt.transfer.reports import Report, Tally, no_report
 from ckpt.transfer.threads import in_order, workers
+from ckpt.words import METRIC_TAG
 
 _MAX_DEPTH = 8
 _MAX_UPLOADS = 100_000
@@ -46,6 +54,7 @@ class ListedCheckpoint:
         created_at_s: seconds since 1970, by the clock of the process that wrote it.
         referred_bytes: what it names in others beside it, `bases`.
         save_s: how long its save took until the commit, if it says; `retries`, the requests sent again meanwhile.
+        metrics: by name, from its tags and from the record of the run, which has those added later; None: not a number.
         latest: it is the latest in its folder, the run, of those with all objects in their sizes; of
             the run of a `CheckpointManager` that which its restore tries first.
     """
@@ -64,9 +73,11 @@ class ListedCheckpoint:
     bases: tuple[str, ...] = ()
     save_s: float | None = None
     retries: int = 0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     latest: bool = False
 
 
+@short_traceback
 def list_checkpoints(
     root: str | os.PathLike[str],
     *,
@@ -101,19 +112,15 @@ def list_checkpoints(
         tally = Tally(report, "run")
         tally.expect(len(runs))
 
-        def look(run: tuple[str | None, list[ListedCheckpoint]]) -> str | None:
-            path = _latest(store, *run)
+        def look(run: tuple[str | None, list[ListedCheckpoint]]) -> list[ListedCheckpoint]:
+            completed = _with_run(store, *run)
             tally.add(1)
-            return path
+            return completed
 
+        ordered = sorted(runs.items(), key=lambda run: (run[0] is not None, run[0] or ""))
         with workers(store.threads, "ckpt-ls") as pool:
-            found = in_order(pool, look, runs.items(), ahead=4 * store.threads)
-            latest = set(found)
-        return [
-            replace(listed, latest=listed.path in latest)
-            for run in sorted(runs, key=lambda run: (run is not None, run or ""))
-            for listed in runs[run]
-        ]
+            found = in_order(pool, look, ordered, ahead=4 * store.threads)
+            return [*itertools.chain.from_iterable(found)]
 
 
 def _run_of(path: str) -> str | None:
@@ -125,15 +132,23 @@ def _age_order(listed: ListedCheckpoint) -> tuple[int, float, str]:
     return -1 if listed.step is None else listed.step, listed.created_at_s or 0.0, listed.path
 
 
-def _latest(store: Store, run: str | None, checkpoints: Sequence[ListedCheckpoint]) -> str | None:
-    """Return the path of a run's latest checkpoint that is whole; `checkpoints` are the oldest first."""
+def _with_run(
+    store: Store, run: str | None, checkpoints: Sequence[ListedCheckpoint]
+) -> list[ListedCheckpoint]:
+    """Complete the checkpoints of a run, the oldest first: which is the latest that is whole, and metrics on record."""
     newest = [listed.path for listed in reversed(checkpoints) if listed.state == "committed"]
     record = None if run is None or not newest else _read_record(PrefixStore(store, run))
+    added: dict[str, Mapping[str, float | None]] = {}
     if record is not None:
         prefix, committed = f"{run}/" if run else "", set(newest)
         names = [path.removeprefix(prefix) for path in newest]
         newest = [path for _, name in newest_first(names, record) if (path := prefix + name) in committed]
-    return next((path for path in newest if _is_whole(PrefixStore(store, path))), None)
+        added = {prefix + each.path: _finite(each.metrics) for each in record.checkpoints}
+    latest = next((path for path in newest if _is_whole(PrefixStore(store, path))), None)
+    return [
+        replace(each, latest=each.path == latest, metrics={**each.metrics, **added.get(each.path, {})})
+        for each in checkpoints
+    ]
 
 
 def _read_record(run: Store) -> RunRecord | None:
@@ -257,9 +272,29 @@ def _committed(base: ListedCheckpoint, record: CommitRecord) -> ListedCheckpoint
         world_size=record.world_size,
         id=record.id,
         tags=record.tags,
+        metrics=_metrics(record.tags),
         save_s=None if timings is None else sum(timings.coordinator_ms) / 1000,
         retries=0 if timings is None else sum(number for _, number in timings.retries),
     )
+
+
+def _metrics(tags: Mapping[str, str]) -> dict[str, float | None]:
+    """Return the metrics among tags, whose texts may be anything."""
+    metrics: dict[str, float | None] = {}
+    for name, text in tags.items():
+        if name.startswith(METRIC_TAG):
+            try:
+                metrics[name.removeprefix(METRIC_TAG)] = float(text)
+            except ValueError:
+                metrics[name.removeprefix(METRIC_TAG)] = None
+    return _finite(metrics)
+
+
+def _finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Put None in the place of what is no number: JSON has none."""
+    return {
+        name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
+    }
 
 
 def _summed(folder: Store, base: ListedCheckpoint, unfinished: Iterable[ObjectStat] = ()) -> ListedCheckpoint:

@@ -11,6 +11,7 @@ from ckpt.backends.base import PutMode, Store, put_bytes, read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.errors import AccessDenied, AlreadyExists, IntegrityError, StorageError, StorageFull
+from ckpt.words import size
 
 
 def check_place(
@@ -29,7 +30,7 @@ def check_place(
     with contextlib.closing(open_store(url, storage_options)) as store:
         free = store.free_bytes()
         if free is not None and free < needed_bytes:
-            text = f"only {_gib(free)} are free, but the checkpoint takes {_gib(needed_bytes)}"
+            text = f"only {size(free)} are free, but the checkpoint takes {size(needed_bytes)}"
             raise StorageFull(text, url=store.url)
         _try_out(store)
         return free
@@ -79,7 +80,3 @@ def _create_again(store: Store, key: str) -> None:
 def _remove(store: Store, folder: str, key: str) -> None:
     store.delete([key])
     store.remove_empty(folder)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

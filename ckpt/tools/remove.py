@@ -12,12 +12,15 @@ from ckpt.backends.base import Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign
-from ckpt.errors import CommitConflict, NotCommitted, NotFound
+from ckpt.errors import CommitConflict, ConfigurationError, NotCommitted, NotFound, short_traceback
 from ckpt.format.names import SCRUB_KEY, is_our_name, is_rank_directory, signature_key
 from ckpt.format.own_objects import own_objects
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
+from ckpt.format.run_record import RUN_KEY
+from ckpt.tools.ls import find_folders, list_checkpoints
 from ckpt.transfer.reports import Report, Tally, no_report
 from ckpt.transfer.threads import run_all, workers
+from ckpt.words import count
 from ckpt.writing.pins import PinReader, Referrers, release_bases, wait_for_pins
 from ckpt.writing.stock_metadata import follow_commit, is_anothers, stock_key
 
@@ -47,6 +50,7 @@ class Removed:
     keeps_versions: bool = False
 
 
+@short_traceback
 def remove(
     url: str | os.PathLike[str],
     *,
@@ -82,6 +86,29 @@ def remove(
         dry_run=dry_run,
         progress=progress,
     )
+
+
+def older_than(
+    root: str | os.PathLike[str],
+    keep: int,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Report | None = None,
+) -> list[str]:
+    """List the URLs of a folder's committed checkpoints, the newest first, without the newest `keep` and all they name.
+
+    Raises ConfigurationError for the run of a manager, whose rules say what it keeps; else as `list_checkpoints`.
+    """
+    with contextlib.closing(open_store(root, storage_options)) as store:
+        if exists(store, RUN_KEY):
+            text = f"{RUN_KEY} says that a CheckpointManager saves here: give it keep={keep}, which regards pins and metrics"
+            raise ConfigurationError(text, url=store.url)
+    listed = list_checkpoints(root, storage_options=storage_options, depth=1, progress=progress)
+    committed = [each for each in listed if each.state == "committed" and each.path]
+    newest = {each.path for each in committed[-keep:]}
+    kept = [each for each in committed if each.latest or each.path in newest]
+    stays = {each.path for each in kept} | {base for each in kept for base in each.bases}
+    return [os.path.join(root, each.path) for each in reversed(committed) if each.path not in stays]
 
 
 def remove_within(
@@ -144,7 +171,11 @@ def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | 
     if commit is None and not is_foreign(store):
         if next(iter(store.list()), None) is None:
             return NotFound("there is nothing here", url=store.url)
+        below = [each.path for _, each in find_folders(store, depth=1, report=no_report) if each.path]
         text = "no checkpoint is committed here; `ckpt gc` removes the leftovers of interrupted saves"
+        if below:
+            number = count(len(below), "checkpoint")
+            text = f"this is a folder of {number}, not a checkpoint: give those to remove, as {store.url}/{min(below)}"
     else:
         text = (
             "another program wrote this checkpoint (stock PyTorch?); only those of this library are removed"

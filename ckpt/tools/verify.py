@@ -29,6 +29,7 @@ from ckpt.errors import (
     StorageUnavailable,
     Truncated,
     UnsafeContent,
+    short_traceback,
 )
 from ckpt.format.model_index import find_models
 from ckpt.format.names import SCRUB_KEY, signature_key, split_path
@@ -64,6 +65,7 @@ Checked = tuple[list[Damage], int, int]
 """Damages, the number of bytes that were compared, and of those that need no further look."""
 
 
+@short_traceback
 def verify(
     url: str | os.PathLike[str],
     *,

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.backends.base import MIB, transfer_size_bytes
 from ckpt.backends.options import options_dict, redact_url
 from ckpt.backends.registry import default_threads, normal_url, open_store
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, short_traceback
 from ckpt.settings import FILE_NAME, VARIABLE, Settings, override
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, MIN_MEMORY_BUDGET_BYTES
 from ckpt.tuning.config_file import check_writable, write_section
@@ -84,6 +84,7 @@ class Tuned:
         return self.gain >= NOTEWORTHY
 
 
+@short_traceback
 def tune(
     url: str | os.PathLike[str],
     *,

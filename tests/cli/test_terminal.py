@@ -183,13 +183,15 @@ def test_tables_fit_and_long_names_are_cut_in_the_middle(
 
     heading, *lines = screen("ls", ".")
     assert heading.split()[:3] == ["checkpoint", "step", "state"]
+    *lines, hidden = lines
     assert len(lines) == 2
+    assert re.fullmatch("no room for (age, ranks, |ranks, )?tags: --columns chooses", hidden)
     for line in lines:
         assert re.search(r"a-project.*….*step-[12]00 +[12]00  committed  .* KiB", line), line
     with Terminal(CKPT, "ls", ".", columns=columns, cwd=runs) as terminal:
         assert terminal.wait() == 0
     assert [line.split()[:4] for line in terminal.text.splitlines()] == [
-        line.split()[:4] for line in (heading, *lines)
+        line.split()[:4] for line in (heading, *lines, hidden)
     ]
     step = Path(_LONG) / "step-100"
     assert screen("inspect", step)

@@ -191,7 +191,7 @@ def test_a_stalled_read_is_given_up(proxy: FaultProxy, action: str, scheme: str)
     ckpt.load(loaded, f"{scheme}://bucket/c", storage_options=options)  # the client's imports take time too
     proxy.rule = lambda call: action if is_of_data(call) else "pass"
     loaded = emptied(state_of(0, 1))
-    with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading rank-00000/"):
+    with pytest.raises(StorageUnavailable, match=r"without progress: reading rank-00000/"):
         ckpt.load(loaded, f"{scheme}://bucket/c", storage_options=options, timeout_s=5.0)
     memory_then = digest(loaded)
     proxy.rule = lambda call: "pass"
@@ -216,7 +216,7 @@ def test_a_read_that_hangs_in_a_mount_is_given_up(tmp_path: Path) -> None:
         ckpt.save(state_of(0, 1), disk.source / "c")
         disk.give(Orders("hang", reads=True, position=12, lasts=True, note=str(tmp_path / "note")))
         loaded = emptied(state_of(0, 1))
-        with pytest.raises(StorageUnavailable, match=r"rank 0: .*without progress: reading "):
+        with pytest.raises(StorageUnavailable, match=r"without progress: reading "):
             ckpt.load(loaded, disk.mount / "c", timeout_s=5.0)
         memory_then = digest(loaded)
         disk.release()

@@ -212,7 +212,7 @@ def test_a_run_is_shown_with_its_events(tmp_path: Path) -> None:
         root, save=saving.every_steps(1), events=[JsonLines(tmp_path / "e.jsonl")]
     ) as manager:
         for step in (1, 2, 3):
-            manager.save(step, {"w": random_tensor(50, 50), "step": step})
+            manager.save(step, {"w": random_tensor(50, 50), "step": step}, metrics={"loss": 1 / step})
     with open(tmp_path / "e.jsonl", "a") as file:
         file.write(
             '{"kind": "failed", "at_s": 1e300}\nnot json\n{"kind": 3}\n[1]\n{"at_s": NaN, "kind": "failed"}\n'
@@ -222,6 +222,7 @@ def test_a_run_is_shown_with_its_events(tmp_path: Path) -> None:
     shown, listed = data["run"], run_json("ls", root)["checkpoints"]
     assert [each["path"] for each in shown["checkpoints"]] == [each["path"] for each in listed]
     assert [each["size_bytes"] for each in shown["checkpoints"]] == [each["size_bytes"] for each in listed]
+    assert [each["metrics"] for each in shown["checkpoints"]] == [{"loss": 1 / step} for step in (1, 2, 3)]
     assert [save["step"] for save in shown["saves"]] == [1, 2, 3]  # whether or not they are kept
     assert all(save["upload_s"] > 0 and save["at_s"] > save["state_s"] for save in shown["saves"])
     assert (shown["failed"], [each["reason"] for each in shown["failures"]]) == (1, ["no space"])

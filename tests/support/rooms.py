@@ -356,6 +356,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.references.frozen",
             "ckpt.tools",
             "ckpt.format.run_record",
+            "ckpt.words",
             "ckpt.backends.options",
             _REGISTRY,
             "ckpt.trainer_integration.run",

@@ -184,7 +184,7 @@ def test_numbers_are_made_for_people(tmp_path: Path) -> None:
     ckpt.save({"t": torch.ones(3)}, tmp_path / "step-5", tags=tags)
     ckpt.save({"t": torch.ones(300)}, tmp_path / "step-10000")
     header, first, second = run("ls", tmp_path).out.splitlines()
-    assert first.endswith("step=5, metric.val_loss=9.123, commit=1234567890123")
+    assert first.endswith("  9.123  commit=1234567890123")
     ends = [line.index("committed") for line in (first, second)]
     assert ends[0] == ends[1]
     assert first[: ends[0]].rstrip().endswith("     5")

@@ -28,6 +28,7 @@ from ckpt.trainer_integration.run.async_modes import Uploads
 from ckpt.trainer_integration.run.folders import Folders
 from ckpt.trainer_integration.run.held_errors import wait_for
 from ckpt.trainer_integration.run.history import History, plain_metrics
+from ckpt.words import METRIC_TAG
 from ckpt.writing.writer import SaveMeta
 
 _logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class Saves:
         self.tell("due", step, reason)
         self.steps.add(step)
         try:
-            tags = {f"metric.{name}": str(value) for name, value in (metrics or {}).items()}
+            tags = {f"{METRIC_TAG}{name}": str(value) for name, value in (metrics or {}).items()}
             flight.future = self._upload(checkpoint, state, {"step": str(step)} | tags)
         except BaseException as error:
             if isinstance(error, ConfigurationError) or not isinstance(error, CheckpointError):

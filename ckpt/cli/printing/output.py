@@ -102,8 +102,8 @@ class Output:
         optional: int = 0,
         heading: bool = True,
         colors: Mapping[str, str] | None = None,
-    ) -> None:
-        """Print lines of plain text in columns; on a terminal as wide as that, at most.
+    ) -> list[str]:
+        """Print lines of plain text in columns, on a terminal as wide as that, at most; return headings left out there.
 
         `names` is the column that is the last to be cut there; of the last ones, `optional` many are left out
         where there is no room. `colors` are those of certain cells.
@@ -132,6 +132,7 @@ class Output:
                 self._console.print(line, highlight=False, soft_wrap=True)
             else:
                 sys.stdout.write(f"{line}\n")
+        return [*rows[0][len(widths) :]]
 
     def print_hidden(self, number: int) -> None:
         """Say how many lines are left out, if any."""
@@ -273,12 +274,35 @@ def code_after_output(code: str | int | None) -> str | int | None:
     return EXIT_STORAGE
 
 
+def for_each(output: Output, urls: Sequence[str], work: Callable[[str], object]) -> None:
+    """Do `work` for each URL: an error is printed, and the next URL follows. Exits with the largest of the exit codes."""
+    if len(urls) == 1:
+        work(urls[0])
+        return
+    code = EXIT_FINE
+    for url in urls:
+        try:
+            work(url)
+        except typer.Exit as ended:
+            code = max(code, ended.exit_code)
+        except CheckpointError as error:
+            _print_error(output, type(error).__name__, str(error), exit_code(error), error)
+            code = max(code, exit_code(error))
+    if code != EXIT_FINE:
+        raise typer.Exit(code)
+
+
 def _public_name(error: CheckpointError) -> str:
     """Return the name under which docs/troubleshooting.md explains an error."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in errors.__all__)
 
 
 def _fail(output: Output, kind: str, text: str, code: int, error: CheckpointError | None = None) -> NoReturn:
+    _print_error(output, kind, text, code, error)
+    raise typer.Exit(code) from None
+
+
+def _print_error(output: Output, kind: str, text: str, code: int, error: CheckpointError | None) -> None:
     text = " ".join(text.split())[:2000]
     if output.as_json:
         facts: dict[str, Any] = {"type": kind, "message": text}
@@ -288,4 +312,3 @@ def _fail(output: Output, kind: str, text: str, code: int, error: CheckpointErro
     found_by = "" if error is None else f" [dim]\\[{_public_name(error)}][/]"
     line = f"[bold red]error:[/] {shown(text)}{found_by}"
     print_wrapped(_console(sys.stderr), line)
-    raise typer.Exit(code) from None
