@@ -253,6 +253,24 @@ class Store(ABC):
         """Tell whether the root is itself an object or file, not a folder; False if unknown."""
         return self.directory is not None and os.path.isfile(self.directory)
 
+    def links(self, prefix: str = "") -> Iterator[str]:
+        """List the names of links directly below `prefix` (as for `folders`) to folders outside of the root."""
+        return iter(())
+
+    def open_link(self, path: str) -> Store | None:
+        """Open the folder outside of the root to which the link `path` leads; None if `path` is no such link.
+
+        It is a store of its own, as for a caller that opens the URL of the link; the caller closes it.
+        """
+        return None
+
+    def root_is_link(self) -> bool:
+        """Return True if the root is a symbolic link."""
+        return False
+
+    def unlink_root(self) -> None:  # noqa: B027 (most stores have no links)
+        """Remove the symbolic link that is the root; its target stays."""
+
     def remove_empty(self, prefix: str = "") -> None:  # noqa: B027 (most stores have no directories)
         """Remove the directory `prefix` (as for `prepare`) if it is empty; others stay."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,14 +31,15 @@ from ckpt.backends.base import (
 )
 from ckpt.backends.bodies import Body, body_errors_unchanged, fill, open_part
 from ckpt.backends.cancellable_reads import Reads
-from ckpt.backends.fsspec_connection import HTTP, LOCAL, FsspecConnection
+from ckpt.backends.fsspec_connection import HTTP, LOCAL, S3, FsspecConnection
+from ckpt.backends.fsspec_links import is_link, leads_out, links_out, unlink
 from ckpt.backends.fsspec_listings import forget_listings
+from ckpt.backends.fsspec_s3 import folders_of_s3, objects_of_s3, uploads_of_s3
 from ckpt.errors import AccessDenied, NotFound, StorageError, StorageUnavailable, Truncated
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.ckpt-tmp$")
-_S3 = frozenset({"s3", "s3a"})
 # No directories to make, and one object is seen by all clients as soon as it is written.
-_OBJECT_STORES = _S3 | {"gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
+_OBJECT_STORES = S3 | {"gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory"}
 # Their rmdir removes only empty directories; pyarrow's (HDFS) removes the contents too.
 _EMPTY_ONLY = LOCAL | {"sftp", "ssh"}
 
@@ -46,7 +48,8 @@ class FsspecStore(Store):
     """`scheme://...` of any fsspec protocol.
 
     `fsspec+s3://...` takes s3fs, where `s3://` would take boto3. Options are passed to the file
-    system, as everywhere with fsspec.
+    system, as everywhere with fsspec; this store's own is `call_timeout_s` (300 s): how long a call may take
+    that gets no answer. Calls that move bytes get 1 s more for each 256 KiB.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 4) -> None:
@@ -61,7 +64,7 @@ class FsspecStore(Store):
     @property
     def capabilities(self) -> Capabilities:
         protocol = self._files.protocol
-        s3, objects = protocol in _S3, protocol in _OBJECT_STORES
+        s3, objects = protocol in S3, protocol in _OBJECT_STORES
         return Capabilities(
             atomic_replace=objects,
             cross_client_visibility=objects or protocol in LOCAL,
@@ -78,22 +81,16 @@ class FsspecStore(Store):
             with body_errors_unchanged():
                 if create:
                     refuse_existing(self, key)
-                if self._files.protocol in _S3:
+                if self._files.protocol in S3:
                     self._put_deferred(key, body, size, create)
                 else:
                     self._put_moved(key, body, size)
         except StorageError as error:
-            if error.settled or not self._holds(key, body):
+            if error.settled or not _holds(self, key, body):
                 raise
         finally:
             forget_listings(self.url, [key])
         check_stored(functools.partial(self.stat, key), body.nbytes, url=self.url, key=key)
-
-    def _holds(self, key: str, body: Body) -> bool:
-        """Tell whether a put that failed was carried out: its answer was lost, or an error."""
-        with contextlib.suppress(StorageError):
-            return holds(self, key, body)
-        return False
 
     def _put_deferred(self, key: str, body: Body, size: int, create: bool) -> None:
         """Put a file that exists once `commit` has returned, and not if anything fails before."""
@@ -101,20 +98,23 @@ class FsspecStore(Store):
         if create and not body.nbytes:
             # s3fs commits an empty file without the condition.
             with files.translated(key, "put"):
-                files.fs.pipe_file(path(key), b"", mode="create")
+                name = path(key)
+                files.run(lambda fs: fs.pipe_file(name, b"", mode="create"))
             return
         with files.translated(key, "put", settled=True):
-            file = files.fs.open(path(key), "xb" if create else "wb", autocommit=False, block_size=size)
+            name = path(key)
+            mode = "xb" if create else "wb"
+            file = files.run(lambda fs: fs.open(name, mode, autocommit=False, block_size=size))
         try:
             with files.translated(key, "put", settled=True):
-                _write(file, body, size)
-                file.close()
+                self._write(file, body, size)
+                files.run(lambda _: file.close(), min(size, body.nbytes))
             with files.translated(key, "put"):
-                file.commit()
+                files.run(lambda _: file.commit())
         except BaseException:
             file.closed = True  # else the garbage collector closes it, which uploads what is left
             with contextlib.suppress(Exception):
-                file.discard()
+                files.run(lambda _: file.discard())
             raise
 
     def _put_moved(self, key: str, body: Body, size: int) -> None:
@@ -122,15 +122,33 @@ class FsspecStore(Store):
         temporary = f"{key}.{secrets.token_hex(8)}.ckpt-tmp"
         try:
             with files.translated(key, "put", settled=True):
-                with files.open_new(path(temporary), size) as file:
-                    _write(file, body, size)
+                file = files.open_new(path(temporary), size)
+                try:
+                    self._write(file, body, size)
+                except TimeoutError:
+                    with contextlib.suppress(AttributeError):
+                        file.closed = True  # to close it would wait as long
+                    raise
+                except BaseException:
+                    with contextlib.suppress(Exception):
+                        files.run(lambda _: file.close(), min(size, body.nbytes))
+                    raise
+                files.run(lambda _: file.close(), min(size, body.nbytes))
                 check_kept(self.stat(temporary).size_bytes, body.nbytes, url=self.url, key=key)
             with files.translated(key, "put"):
-                files.move(path(temporary), path(key))
+                files.move(path(temporary), path(key), body.nbytes)
         except BaseException:
-            with contextlib.suppress(Exception), files.turn:
-                files.fs.rm_file(path(temporary))
+            with contextlib.suppress(Exception):
+                files.remove(path(temporary))
             raise
+
+    def _write(self, file: Any, body: Body, size: int) -> None:
+        for start in range(0, body.nbytes, size):
+            with open_part(body, start, min(start + size, body.nbytes)) as part:
+                for buffer in part.buffers:
+                    if part.pace is not None:
+                        part.pace(buffer.nbytes)
+                    self._files.run(functools.partial(_write_into, file, buffer), buffer.nbytes)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         stop = offset + sum(buffer.nbytes for buffer in buffers)
@@ -146,7 +164,9 @@ class FsspecStore(Store):
         files, failure = self._files, None
         try:
             with files.translated(key, "read"):
-                data = memoryview(files.fs.cat_file(files.path(key), start=offset, end=stop))
+                path = files.path(key)
+                read = files.run(lambda fs: fs.cat_file(path, start=offset, end=stop), stop - offset)
+                data = memoryview(read)
         except (NotFound, AccessDenied, StorageUnavailable):
             raise
         except StorageError as error:
@@ -171,20 +191,52 @@ class FsspecStore(Store):
     def stat(self, key: str) -> ObjectStat:
         with self._files.translated(key, "stat"):
             facts = self._files.info(self._files.path(key))
-            if facts.get("type") == "directory":
+            # A web server sends the name of a folder on to its page.
+            if facts.get("type") == "directory" or str(facts.get("url")).endswith("/"):
                 raise FileNotFoundError(key)
             return _stat(key, facts)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         files = self._files
         with files.translated(prefix, "list"):
-            listed = files.find(files.folder(prefix.rpartition("/")[0]))
-        for path, facts in listed.items():
-            key = files.key(path)
-            if key.startswith(prefix) and is_key(key) and not _TEMPORARY.search(key):
-                with files.translated(key, "list"):
-                    stat = _stat(key, facts)
-                yield stat
+            folder = files.folder(prefix.rpartition("/")[0])
+            listed = objects_of_s3(files, folder) if files.protocol in S3 else files.find(folder).items()
+            for path, facts in listed:
+                key = files.key(path)
+                if key.startswith(prefix) and is_key(key) and not _TEMPORARY.search(key):
+                    with contextlib.suppress(FileNotFoundError):  # removed since
+                        yield _stat(key, facts if facts.get("size") is not None else files.info(path))
+
+    def folders(self, prefix: str = "") -> Iterator[str]:
+        files = self._files
+        with files.translated(prefix, "list"):
+            folder = files.folder(prefix[:-1])
+            if files.protocol in S3:
+                found = folders_of_s3(files, folder)
+            else:
+                listed = files.entries(folder)
+                found = (
+                    path for path, facts in listed if facts.get("type") == "directory" and path != folder
+                )
+            yield from _names(found)
+
+    def links(self, prefix: str = "") -> Iterator[str]:
+        with self._files.translated(prefix, "list"):
+            yield from _names(links_out(self._files, self._files.folder(prefix[:-1])))
+
+    def open_link(self, path: str) -> Store | None:
+        with self._files.translated(path, "open"):
+            if not leads_out(self._files, self._files.path(path)):
+                return None
+        return FsspecStore(*self._files.below(path), threads=self.threads)
+
+    def root_is_link(self) -> bool:
+        with self._files.translated("", "stat"):
+            return is_link(self._files, self._files.root)
+
+    def unlink_root(self) -> None:
+        with self._files.translated("", "remove the link"):
+            unlink(self._files, self._files.root)
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = [*keys]
@@ -199,60 +251,60 @@ class FsspecStore(Store):
         # On an object store `makedirs` would try to create the bucket.
         if self._files.protocol not in _OBJECT_STORES:
             with self._files.translated(prefix, "make the directory"):
-                self._files.fs.makedirs(self._files.folder(prefix), exist_ok=True)
+                self._files.make_folder(self._files.folder(prefix))
 
     def abandon(self, prefix: str = "", *, choose: Callable[[ObjectStat], bool] | None = None) -> int:
-        is_s3 = self._files.protocol in _S3
-        with self._files.translated(prefix, "abandon"):
+        files = self._files
+        unfinished = self._uploads(prefix) if files.protocol in S3 else self._temporaries(prefix)
+        with files.translated(prefix, "abandon"):
             count = 0
-            for stat, abort in self._uploads(prefix) if is_s3 else self._temporaries(prefix):
+            for stat, abort in unfinished:
                 if choose is None or choose(stat):
                     with contextlib.suppress(FileNotFoundError):  # it ended meanwhile
-                        abort()
+                        files.run(abort)
                         count += 1
             return count
 
-    def _uploads(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
+    def _uploads(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[Any], None]]]:
         """List unfinished uploads (their sizes are not known), and how to abort each."""
         files = self._files
-        bucket, _, start = f"{files.root}/{prefix}".partition("/")
-        last: dict[str, str] = {}
-        before: dict[str, str] | None = None
-        while last != before:  # s3fs itself asks for the first page alone
-            before = last
-            page = files.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=start, **last)
-            for upload in page.get("Uploads", ()):
-                name = upload["Key"]
-                if page.get("IsTruncated"):
-                    last = {"KeyMarker": name, "UploadIdMarker": upload["UploadId"]}
-                if name.startswith(start):  # not every server honours the prefix
-                    stat = _stat(files.key(f"{bucket}/{name}"), {"size": 0, "mtime": upload.get("Initiated")})
-                    yield stat, functools.partial(files.fs.abort_mpu, bucket, name, upload["UploadId"])
+        for path, facts, abort in uploads_of_s3(files, files.folder(prefix.rpartition("/")[0])):
+            key = files.key(path)
+            if key.startswith(prefix):
+                yield _stat(key, facts), abort
 
-    def _temporaries(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[], None]]]:
+    def _temporaries(self, prefix: str) -> Iterator[tuple[ObjectStat, Callable[[Any], None]]]:
         """List temporary files, as the objects that they would become, and how to remove each."""
         files = self._files
         for path, facts in files.find(files.root).items():
             key = files.key(path)
             if key.startswith(prefix) and _TEMPORARY.search(key):
-                yield _stat(_TEMPORARY.sub("", key), facts), functools.partial(files.fs.rm_file, path)
+                facts = facts if facts.get("size") is not None else files.info(path)
+                yield _stat(_TEMPORARY.sub("", key), facts), operator.methodcaller("rm_file", path)
 
     def remove_empty(self, prefix: str = "") -> None:
         if self._files.protocol in _EMPTY_ONLY:
             with contextlib.suppress(Exception):  # it is not empty, or not there
-                self._files.fs.rmdir(self._files.folder(prefix))
+                folder = self._files.folder(prefix)
+                self._files.run(lambda fs: fs.rmdir(folder))
 
     def close(self) -> None:
         self._files.close()
 
 
-def _write(file: Any, body: Body, size: int) -> None:
-    for start in range(0, body.nbytes, size):
-        with open_part(body, start, min(start + size, body.nbytes)) as part:
-            for buffer in part.buffers:
-                if part.pace is not None:
-                    part.pace(buffer.nbytes)
-                file.write(buffer)
+def _holds(store: Store, key: str, body: Body) -> bool:
+    """Tell whether a put that failed was carried out: its answer was lost, or an error."""
+    with contextlib.suppress(StorageError):
+        return holds(store, key, body)
+    return False
+
+
+def _names(found: Iterable[str]) -> Iterator[str]:
+    return filter(is_key, (path.rpartition("/")[2] for path in found))
+
+
+def _write_into(file: Any, buffer: memoryview, _: Any) -> None:
+    file.write(buffer)
 
 
 def _stat(key: str, facts: Mapping[str, Any]) -> ObjectStat:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckpt.backends.paths import absolute
 from ckpt.errors import ConfigurationError
 
 _SIGNATURE = re.compile(r"(?<=Signature=)[0-9a-fA-F]{64}")
@@ -24,6 +25,13 @@ _SDK_NAMES = {
 """What boto3 calls the options."""
 _PAIRS = frozenset({"client_cert", "proxy_client_cert", "cert", "auth"})
 """Options that can be a pair: a certificate and its key, a name and a password."""
+_PATHS = frozenset(
+    {"cache_storage", "client_cert", "cr_token_filename", "fo", "key_filename", "proxy_ca_bundle",
+     "proxy_client_cert", "verify"}
+)  # fmt: skip
+"""Options, of the SDKs and of fsspec's file systems, that are paths of files or folders."""
+_OWN_CACHE = "TMP"
+"""As `cache_storage` a folder that the file system makes for itself."""
 _KINDS: tuple[tuple[type, Any, str], ...] = (
     (bool, bool, "True or False"),
     (int, int, "a whole number"),
@@ -70,9 +78,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def options_dict(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copy the storage options that a caller gives. Raises ConfigurationError if they are no dict.
+    """Copy the storage options that a caller gives, relative paths made absolute: the program may change its directory.
 
     JSON has no tuples: a list becomes one where libraries of HTTP take tuples alone, and ignore or refuse lists.
+    Raises ConfigurationError if they are no dict.
     """
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigurationError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
@@ -82,11 +91,14 @@ def options_dict(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _as_meant(name: Any, value: Any) -> Any:
     if isinstance(value, dict):
         return {inner: _as_meant(inner, each) for inner, each in value.items()}
-    if name not in _PAIRS or not isinstance(value, list):
-        return value
-    if len(value) != 2 or not all(isinstance(each, str) for each in value):
-        raise ConfigurationError(f"{name} must be a text or a pair of texts")
-    return tuple(value)
+    if name in _PAIRS and isinstance(value, list):
+        if len(value) != 2 or not all(isinstance(each, str) for each in value):
+            raise ConfigurationError(f"{name} must be a text or a pair of texts")
+        value = tuple(value)
+    if name in _PATHS and isinstance(value, list | tuple):
+        return type(value)(_as_meant(name, each) for each in value)
+    is_path = name in _PATHS and isinstance(value, str) and value not in ("", _OWN_CACHE)
+    return absolute(value) if is_path and "://" not in value and not value.startswith("~") else value
 
 
 def take_options(scheme: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from ckpt.backends.base import (
     Capabilities,
     ObjectStat,
     PutMode,
-    Store,
     check_kept,
     check_key,
     delete_in_batches,
@@ -34,6 +33,7 @@ from ckpt.backends.base import (
 from ckpt.backends.bodies import Body, body_errors_unchanged, open_part, remaining, showing
 from ckpt.backends.cancellable_reads import IOV_MAX, Reads, read_file
 from ckpt.backends.options import take_options
+from ckpt.backends.posix_links import PosixLinks
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -61,7 +61,7 @@ _ERRORS: Mapping[type[StorageError], tuple[int, ...]] = {
 }
 
 
-class PosixStore(Store):
+class PosixStore(PosixLinks):
     """A directory.
 
     Options:
@@ -250,6 +250,9 @@ class PosixStore(Store):
         for parent in parents:
             paths.fsync_directory(parent)
         self._durable.add(directory)
+
+    def _at(self, path: str) -> PosixStore:
+        return PosixStore(path, {"fsync": self._fsync}, threads=self.threads)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, *check_key(key).split("/"))

@@ -15,7 +15,7 @@ from ckpt.backends.paths import absolute, expand_user, path_of
 from ckpt.errors import ConfigurationError
 from ckpt.settings import settings_for
 
-__all__ = ["ENTRY_POINT_GROUP", "default_threads", "normal_url", "open_store", "register"]
+__all__ = ["ENTRY_POINT_GROUP", "default_threads", "normal_url", "open_store", "options_dict", "register"]
 
 ENTRY_POINT_GROUP = "ckpt.backends"
 
@@ -120,11 +120,24 @@ def normal_url(url: str | os.PathLike[str]) -> str:
     _refuse_unexpanded(text)
     if separator:
         scheme = scheme.lower()
-        is_relative = scheme in _FSSPEC_PATHS and not rest.startswith(("/", "~"))
+        if "::" in rest and scheme not in _factories:
+            return f"{scheme}://{_chain_resolved(rest)}"
+        has_path = scheme in _FSSPEC_PATHS or scheme.rpartition("::")[1:] in (("::", "file"), ("::", "local"))
+        is_relative = has_path and not rest.startswith(("/", "~"))
         return f"{scheme}://{absolute(rest) if is_relative else rest}"
     _refuse_mangled(text)
     path = absolute(expand_user(text))
     return f"{path}/" if text.endswith("/") and path != "/" else path  # a folder is meant
+
+
+def _chain_resolved(chain: str) -> str:
+    """Make the last link of a chain (`zip://a::run.zip`) absolute if it is a path."""
+    rest, _, last = chain.rpartition("::")
+    scheme, separator, path = last.partition("://")
+    if not separator:
+        return f"{rest}::{absolute(expand_user(last))}"
+    is_relative = scheme.lower() in ("file", "local") and not path.startswith(("/", "~"))
+    return f"{rest}::{scheme}://{absolute(path)}" if is_relative else chain
 
 
 def default_threads() -> int:

@@ -75,6 +75,19 @@ class WrappedStore(Store):
     def root_is_object(self) -> bool:
         return self._inner.root_is_object()
 
+    def links(self, prefix: str = "") -> Iterator[str]:
+        return self._inner.links(prefix)
+
+    def open_link(self, path: str) -> Store | None:
+        opened = self._inner.open_link(path)
+        return None if opened is None else self.around(opened)
+
+    def root_is_link(self) -> bool:
+        return self._inner.root_is_link()
+
+    def unlink_root(self) -> None:
+        self._inner.unlink_root()
+
     def remove_empty(self, prefix: str = "") -> None:
         self._inner.remove_empty(prefix)
 
@@ -142,6 +155,15 @@ class PrefixStore(WrappedStore):
     def folders(self, prefix: str = "") -> Iterator[str]:
         return self._inner.folders(self._prefix + prefix)
 
+    def links(self, prefix: str = "") -> Iterator[str]:
+        return self._inner.links(self._prefix + prefix)
+
+    def open_link(self, path: str) -> Store | None:
+        return self._inner.open_link(self._prefix + path)
+
+    def root_is_link(self) -> bool:
+        return not self.path and self._inner.root_is_link()
+
     def root_is_object(self) -> bool:
         return exists(self._inner, self.path) if self.path else self._inner.root_is_object()
 
@@ -172,3 +194,26 @@ class PrefixStore(WrappedStore):
             if error.key == name:
                 error.url, error.key = self.url, key
             raise
+
+
+class LinkedFolder(PrefixStore):
+    """The folder outside of a root to which the link `path` in it leads, borrowed as `linked`."""
+
+    def __init__(self, linked: Store, path: str) -> None:
+        super().__init__(linked, "")
+        self.path = path
+
+    def parent(self) -> Store:
+        return self._inner.parent()
+
+    def root_is_object(self) -> bool:
+        return False
+
+    def _folder(self, prefix: str) -> str:
+        return prefix
+
+
+def folder_of(store: Store, path: str) -> PrefixStore:
+    """Return the folder `path` of a root; a link to one elsewhere is followed, as by a load from its URL."""
+    linked = store.open_link(path) if path else None
+    return PrefixStore(store, path) if linked is None else LinkedFolder(linked, path)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt.backends.options import options_dict
 from ckpt.collective import place_of
 from ckpt.consistency.block_digests import checked_algorithm
 from ckpt.content.checks import Checks, Level
@@ -117,22 +118,23 @@ class CheckpointManager:
         self._on_busy, self._on_failure, self._tables = on_busy, on_failure, tables
         common: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         common["memory_budget_bytes"] = memory_budget_bytes
-        self._load_options = {**common, "process_group": process_group, "no_dist": no_dist}
         self._ranks = Ranks(process_group, no_dist=no_dist, purpose="manager")
         self._is_closed, self._needs_preflight = False, preflight
         chosen = options if isinstance(options, ManagerOptions) else ManagerOptions()
         of_saves = max_bandwidth_bytes_per_s, stock_metadata_max_bytes, checks, block_digests
 
         def prepare() -> tuple[SaveRule, KeepRule | None, Uploads, History]:
+            common["storage_options"] = options_dict(storage_options)
             save_options = common | _save_options(*of_saves)
             patterns = _checked(on_busy, on_failure, references, frozen, tables, options)
             uploads = Uploads(async_mode, self._ranks, process_group, save_options, patterns, tables, no_dist)
             uploads.save_options, uploads.resume_check = chosen.save_options, chosen.resume_check
-            history = History(root, storage_options)
+            history = History(root, common["storage_options"])
             return saving.as_rule(save), keeping.as_rule(keep), uploads, history
 
         made = _described(root, tables, fallback, local)
         save_rule, keep_rule, uploads, history = same_outcome(self._ranks, made, prepare)
+        self._load_options = {**common, "process_group": process_group, "no_dist": no_dist}
         tier = _tier(made, local, fallback, history, uploads)
         self._saves = saves_for(self._ranks, uploads, history, keep_rule, Events(events), tier)
         self._beginning = Beginning(self._saves, chosen.on_existing)

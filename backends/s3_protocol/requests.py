@@ -35,6 +35,12 @@ _SETTINGS = {
     "protection": ("get_bucket_protection_configuration", b"ProtectionConfiguration"),
 }
 """The SDK's methods that read a bucket's settings, and the documents that answer; each SDK lacks one."""
+NEXT_PAGES = {
+    "list_objects_v2": "NextContinuationToken",
+    "list_multipart_uploads": "NextKeyMarker",
+    "list_parts": "NextPartNumberMarker",
+}
+"""By method of the SDK, the element of an answer that names the next page."""
 _ANSWERED_BY = "CkptDocument"
 _MAX_DOCUMENT_START = 500
 _MAX_DIGITS = 19
@@ -140,8 +146,7 @@ class S3Requests(S3Connection):
     def parts(self, key: str, upload_id: str) -> Iterator[Mapping[str, Any]]:
         """List the parts of an upload that the server has."""
         with self.translated(key, "list the parts", UploadGone, NotImplementedByServer, harmless=True):
-            pages = self.client.get_paginator("list_parts")
-            for page in pages.paginate(**self.object(key), UploadId=upload_id):
+            for page in self._paginate("list_parts", **self.object(key), UploadId=upload_id):
                 yield from page.get("Parts", ())
 
     def upload_pages(self, prefix: str) -> Iterator[Any]:
@@ -154,16 +159,26 @@ class S3Requests(S3Connection):
         for page in self.upload_pages(prefix):
             for upload in page.get("Uploads", ()):
                 name = str(upload["Key"])
-                if name.startswith(self.prefix + prefix):  # not every server honours the prefix
+                if name.startswith(self.prefix + prefix):
                     yield stat_of(name.removeprefix(self.prefix), upload, 0), str(upload["UploadId"])
 
     def pages(
         self, operation: str, prefix: str, action: str, *signals: type[Signal], **arguments: Any
     ) -> Iterator[Any]:
-        """Yield the pages of a listing of `prefix`."""
-        arguments |= {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
+        """Yield the pages of a listing of the folder that `prefix` begins in: they hold more than `prefix`.
+
+        Directory buckets (S3 Express) refuse a prefix that does not end in a slash.
+        """
+        arguments |= {"Bucket": self.bucket, "Prefix": self.prefix + folder_of(prefix)}
         with self.translated(prefix, action, *signals):
-            yield from self.client.get_paginator(operation).paginate(**arguments)
+            yield from self._paginate(operation, **arguments)
+
+    def _paginate(self, operation: str, **arguments: Any) -> Iterator[Any]:
+        """Yield the pages of an answer. Raises StorageError if one is cut off and does not name the next."""
+        for page in self.client.get_paginator(operation).paginate(**arguments):
+            yield page
+            if page.get("IsTruncated") and not page.get(NEXT_PAGES[operation]):
+                raise StorageError(cut_off(NEXT_PAGES[operation]), url=self.url)
 
     def get(self, key: str, start: int, stop: int, etag: str) -> tuple[RawBody, str]:
         """Get bytes `[start, stop)` of the object with this ETag (empty: any), and its ETag. Raises Replaced."""
@@ -282,6 +297,16 @@ def _keep_document(http_response: Any, parsed: dict[str, Any], **_: Any) -> None
 
 def _condition(create: bool) -> dict[str, str]:
     return {"IfNoneMatch": "*"} if create else {}
+
+
+def folder_of(prefix: str) -> str:
+    """Return a prefix up to its last slash."""
+    return prefix[: prefix.rfind("/") + 1]
+
+
+def cut_off(element: str) -> str:
+    """Word the error for a listing that the server cut off."""
+    return f"the server says that this listing goes on and does not say where ({element}): it is not complete"
 
 
 def stat_of(key: str, entry: Mapping[str, Any], size: Any) -> ObjectStat:

@@ -39,7 +39,7 @@ from ckpt.backends.options import scrub
 from ckpt.backends.s3_protocol.errors import Conflict, NotImplementedByServer, Replaced, UploadGone, text_of
 from ckpt.backends.s3_protocol.multipart import begin_upload, put_object
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
-from ckpt.backends.s3_protocol.requests import S3Requests, stat_of
+from ckpt.backends.s3_protocol.requests import S3Requests, folder_of, stat_of
 from ckpt.backends.s3_protocol.resumed_uploads import drop
 from ckpt.errors import AlreadyExists, NotFound, StorageError, StorageUnavailable
 
@@ -205,11 +205,18 @@ class S3ApiStore(Store):
         return self._s3.stat(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        for page in self._s3.pages("list_objects_v2", prefix, "list"):
+        # For a part of a name: the objects of its folder, and not all that is below.
+        arguments = {} if prefix == folder_of(prefix) else {"Delimiter": "/"}
+        for page in self._s3.pages("list_objects_v2", prefix, "list", **arguments):
             for entry in page.get("Contents", ()):
                 key = str(entry["Key"]).removeprefix(self._s3.prefix)
-                if is_key(key):  # else a "directory", or a name that this library could not have written
+                # Else a "directory", or a name that this library could not have written.
+                if key.startswith(prefix) and is_key(key):
                     yield stat_of(key, entry, entry["Size"])
+            for entry in page.get("CommonPrefixes", ()):
+                folder = str(entry["Prefix"]).removeprefix(self._s3.prefix)
+                if folder.startswith(prefix):
+                    yield from self.list(folder)
 
     def folders(self, prefix: str = "") -> Iterator[str]:
         start = self._s3.prefix + prefix

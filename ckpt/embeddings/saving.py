@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ckpt.arguments import check_arguments
-from ckpt.backends.registry import normal_url
+from ckpt.backends.registry import normal_url, options_dict
 from ckpt.collective import (
     background,
     place_of,
@@ -182,6 +182,7 @@ class Tables:
                 check_group(ranks.is_meant_alone)
                 check_arguments(state_dict, url, None)
                 url = normal_url(url)  # the background saves there, wherever the program goes
+                more["storage_options"] = options_dict(more.get("storage_options"))
                 with contextlib.nullcontext() if gate is None else _cut(gate, ranks) as begun.epoch:
                     for shard in self.shards:
                         shard.begin()

@@ -25,9 +25,6 @@ _LAST_NUMBER = re.compile(r"(?:.*[-_=. ])?(?:checkpoint|ckpt|epoch|iter)?(\d{1,1
 MODEL_PREFIX = "model-"
 """How the names of a model's files begin; those of this library go on with a token."""
 
-RANK_PREFIX = "rank-"
-"""How the names of ranks' folders begin."""
-
 INDEX_SUFFIX = ".safetensors.index.json"
 MODEL_INDEX_KEY = f"model{INDEX_SUFFIX}"
 SINGLE_MODEL_KEY = "model.safetensors"

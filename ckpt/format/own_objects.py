@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.backends.base import Store
-from ckpt.format.names import MODEL_PREFIX, RANK_PREFIX, ObjectName, is_our_name
+from ckpt.format.names import ObjectName, is_our_name
 from ckpt.format.records import CommitRecord
 
 
@@ -15,7 +15,7 @@ def own_objects(store: Store, record: CommitRecord) -> dict[str, int]:
     """
     stems = {ref.stem for ref in record.own_manifests}
     found: dict[ObjectName, tuple[str, int]] = {}
-    for stat in store.list(MODEL_PREFIX if record.is_model else RANK_PREFIX):
+    for stat in store.list():
         name = ObjectName.parse(stat.key)
         if name is not None and name.is_data and name.stem in stems:
             found[name] = stat.key, stat.size_bytes

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from ckpt.backends.options import options_dict
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.collective import place_of
 from ckpt.errors import CheckpointError, ConfigurationError, NotCommitted, NotFound, SaveFailed, StorageError
@@ -169,22 +170,24 @@ def async_save_near(
     save.set_running_or_notify_cancel()
 
     def choose(ranks: Ranks) -> list[Place]:
-        config = {key: options[key] for key in ("storage_options", "threads", "max_bandwidth_bytes_per_s")}
-        writer_options = {**options, "timeout_s": timeout_s}
-
         def check() -> tuple[str, str, str]:
             check_group(ranks.is_meant_alone)
             parts = _split(url)
-            CheckpointWriter(url, **writer_options).close()  # what is wrong with `url` is wrong now
+            options["storage_options"] = options_dict(options["storage_options"])
+            CheckpointWriter(
+                url, **{**options, "timeout_s": timeout_s}
+            ).close()  # what is wrong with `url` is wrong now
             return parts
 
         place, root, path = same_outcome(ranks, "save with local=", check)
+        config = {key: options[key] for key in ("storage_options", "threads", "max_bandwidth_bytes_per_s")}
         tier = _tier(local, root, ranks, config)
         chosen.append((tier, path))
         _see_replaced(tier, root, path)
         (is_full,) = ranks.most([not tier.has_room()])
         if is_full:
             _logger.warning("%s: a node has no room for it, it is saved there directly", place_of(url))
+        writer_options = {**options, "timeout_s": timeout_s}
         places = tier.places(path, place, writer_options, has_room=not is_full)
         return [replace(place, stamp=RunStamp(clock=_clock(root))) for place in places]
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from types import UnionType
 
+from ckpt.backends.registry import normal_url
 from ckpt.errors import ConfigurationError
 
 
@@ -36,6 +37,7 @@ class LocalTier:
     answer_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", normal_url(self.path))
         if not _is_number(self.keep, int) or self.keep < 1:
             raise ConfigurationError(f"LocalTier(keep=...) must be at least 1, not {self.keep!r}")
         if self.budget_bytes is not None and (

@@ -128,6 +128,19 @@ class DeadlineStore(WrappedStore):
     def root_is_object(self) -> bool:
         return self.run("looking for", "", lambda _: self._inner.root_is_object())
 
+    def links(self, prefix: str = "") -> Iterator[str]:
+        return self._paged(prefix, self._inner.links)
+
+    def open_link(self, path: str) -> Store | None:
+        opened = self.run("opening", path, lambda _: self._inner.open_link(path))
+        return None if opened is None else self.around(opened)
+
+    def root_is_link(self) -> bool:
+        return self.run("looking for", "", lambda _: self._inner.root_is_link())
+
+    def unlink_root(self) -> None:
+        self.run("removing", "", lambda _: self._inner.unlink_root())
+
     def remove_empty(self, prefix: str = "") -> None:
         self.run("removing empty directories", prefix, lambda _: self._inner.remove_empty(prefix))
 

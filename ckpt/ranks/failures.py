@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt.errors import CheckpointError, LoadFailed, SaveFailed
 from ckpt.ranks.group import Ranks, RanksFailed
-from ckpt.ranks.lost_ranks import forget_rank, lost, summary
+from ckpt.ranks.lost_ranks import by_cause, forget_rank, lost, summary
 from ckpt.ranks.many_failures import some_of
 
 _TRACEBACKS = 2
@@ -53,7 +53,7 @@ def is_specific(error: BaseException) -> TypeGuard[CheckpointError]:
 def load_error(error: CheckpointException, place: str, *, is_alone: bool = False) -> CheckpointError:
     """Return the first rank's error if its type says what is wrong, else one that names them all."""
     failures = failures_of(error)
-    first = failures[min(failures)]
+    first = failures[by_cause(failures)[0]]
     if is_specific(first):
         return first
     return LoadFailed(**_details("load", error, place, is_alone))

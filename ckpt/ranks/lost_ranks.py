@@ -17,6 +17,11 @@ class StoppedForAnother(StorageError):
     """This rank stopped because another one failed, whose error is the cause."""
 
 
+def by_cause(failures: Mapping[int, BaseException]) -> list[int]:
+    """List the ranks that failed, in order, those that stopped for another one last."""
+    return sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
+
+
 def summary(
     call: str, failures: Mapping[int, BaseException], *, count: int | None = None, is_alone: bool = False
 ) -> str:
@@ -26,7 +31,7 @@ def summary(
     """
     if is_alone:
         forget_rank(*failures.values())
-    first, *others = sorted(failures, key=lambda rank: (isinstance(failures[rank], StoppedForAnother), rank))
+    first, *others = by_cause(failures)
     others.sort()
     cause = failures[first]
     text = str(cause)
@@ -52,7 +57,8 @@ def forget_rank(*errors: BaseException) -> None:
 def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, BaseException]]:
     """Find out, after a collective broke, who is gone or whose error it was: message, errors by rank."""
     first_line = str(error).splitlines()[0] if str(error) else ""
-    cause = ranks.progress.given_up or f"{type(error).__name__}: {first_line}"
+    given_up = ranks.progress.given_up  # asked once: the watch may set it during the roll call
+    cause = given_up or f"{type(error).__name__}: {first_line}"
     roll_call = ranks.roll_call(error)
     if roll_call is None:
         reason = "the rendezvous store, or the rank that holds it, does not answer"
@@ -78,7 +84,7 @@ def lost(call: str, ranks: Ranks, error: Exception) -> tuple[str, dict[int, Base
         return f"the {call} failed: rank {_names(silent)}{count} {_SILENT}{last} ({cause})", some_of(failures)
     if failures:
         return summary(call, failures, is_alone=ranks.size == 1), some_of(failures)
-    if ranks.progress.given_up is None:  # it was this rank that the others gave up
+    if given_up is None:  # it was this rank that the others gave up
         says = (
             f"rank {rank} says: {each.failure}" for rank, each in answers.items() if each.cause == "watch"
         )

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckpt.backends.options import redact_url
+from ckpt.backends.registry import normal_url
 from ckpt.errors import ConfigurationError
 from ckpt.format.names import last_segment
 from ckpt.references.frozen import Patterns
@@ -52,6 +53,7 @@ class References:
             raise ConfigurationError(
                 "frozen= says what a save takes over from its base: give base=, or digests=True for the first save"
             )
+        base = None if base is None else normal_url(base)
         return References(base, patterns) if base is not None or digests else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ckpt.backends.base import Store
-from ckpt.backends.wrapper import PrefixStore
+from ckpt.backends.wrapper import folder_of
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.errors import CheckpointError, IntegrityError, StorageError, UnsafeContent
@@ -48,7 +48,7 @@ class PassFigures:
 def is_gone(root: Store, name: Name) -> bool:
     """Tell whether a checkpoint is surely not there any more: it has no commit record, or that of another one."""
     path, id = name
-    folder = PrefixStore(root, path)
+    folder = folder_of(root, path)
     try:
         commit = read_commit(folder)
         if commit is not None:

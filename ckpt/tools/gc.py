@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
 from ckpt.backends.registry import normal_url, open_store
-from ckpt.backends.wrapper import PrefixStore
+from ckpt.backends.wrapper import LinkedFolder, PrefixStore
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY, is_foreign
 from ckpt.consistency.storage_clock import storage_now
@@ -135,7 +135,9 @@ def collect_garbage(
         searched = Tally(report, "checkpoint")
         searched.expect(len(folders))
         for folder, listed in folders:
-            if listed.state in ("damaged", "unreadable"):
+            if isinstance(folder, LinkedFolder):
+                pass  # what is elsewhere is collected there
+            elif listed.state in ("damaged", "unreadable"):
                 text = "" if listed.problem == SAVED_OVER else "its commit record cannot be read: "
                 garbage.skipped[listed.path] = f"{text}{listed.problem}"
             elif listed.state != "foreign":

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists
 from ckpt.backends.registry import open_store
-from ckpt.backends.wrapper import PrefixStore
+from ckpt.backends.wrapper import LinkedFolder, PrefixStore, folder_of
 from ckpt.consistency.commit import STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError, short_traceback
 from ckpt.format.names import (
@@ -144,7 +144,7 @@ def _with_run(
         names = [path.removeprefix(prefix) for path in newest]
         newest = [path for _, name in newest_first(names, record) if (path := prefix + name) in committed]
         added = {prefix + each.path: _finite(each.metrics) for each in record.checkpoints}
-    latest = next((path for path in newest if _is_whole(PrefixStore(store, path))), None)
+    latest = next((path for path in newest if _is_whole(folder_of(store, path))), None)
     return [
         replace(each, latest=each.path == latest, metrics={**each.metrics, **added.get(each.path, {})})
         for each in checkpoints
@@ -185,11 +185,14 @@ def find_folders(
         return found
 
     def look_into(path: str) -> tuple[PrefixStore, ListedCheckpoint | None, list[str]]:
-        folder = PrefixStore(store, path)
+        folder = folder_of(store, path)
         names: list[str] = []
         try:
             names += folder.folders()
-            return folder, _classify(folder, names), names
+            listed = _classify(folder, names)
+            if isinstance(folder, LinkedFolder):
+                return folder, listed, []  # only what restore would take: not all that is below elsewhere
+            return folder, listed, [*names, *folder.links()]
         except CheckpointError as error:
             # One bad folder (a link out of the root, one that only the superuser may list)
             # hides no others.

@@ -38,6 +38,7 @@ class Removed:
         data_bytes: size of the data files, by the commit record.
         kept: objects that stay, as `referrers` came to refer to them while it was being removed;
             `collect_garbage` removes them when those are gone.
+        is_link: the place was a symbolic link; it was removed, and the checkpoint that it led to stays.
         keeps_versions: the storage keeps what was deleted as old versions, which are paid for.
     """
 
@@ -48,6 +49,7 @@ class Removed:
     kept: tuple[str, ...] = ()
     referrers: tuple[str, ...] = ()
     keeps_versions: bool = False
+    is_link: bool = False
 
 
 @short_traceback
@@ -59,6 +61,8 @@ def remove(
     progress: Report | None = None,
 ) -> Removed:
     """Remove the checkpoint at `url`: `.metadata`, the commit record, then all that it lists.
+
+    If `url` is a symbolic link to a checkpoint, the link alone is removed.
 
     `.metadata` never stands without a commit, so programs that look for it alone do not choose what
     is being removed. Only objects that the record lists are removed, and only names that this
@@ -127,6 +131,11 @@ def remove_within(
         record = commit.record
         now = environment.now if dry_run else None
         PinReader(store, now=now).refuse(record, "it was not removed")
+        if store.root_is_link():
+            if not dry_run:
+                with going(record.id):
+                    store.unlink_root()
+            return Removed(store.url, record.id, (), 0, is_link=True)
         sizes = own_objects(store, record)
         keys = [*sizes]
         kept: list[str] = []

@@ -7,12 +7,13 @@ all folders were seen, a look costs the listing, the run's record, and a bounded
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.backends.base import ObjectStat, Store, is_key
-from ckpt.backends.wrapper import PrefixStore
+from ckpt.backends.wrapper import PrefixStore, folder_of
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, FormatError, IntegrityError, NotFound, StorageError
 from ckpt.format.names import MODEL_INDEX_KEY, is_rank_directory, step_of
@@ -99,7 +100,8 @@ class Sights:
         self.looks += 1
         saved_at_s = self._recorded()
         names = {"", *saved_at_s}
-        names |= {name for name in self._store.folders() if is_key(name) and not is_rank_directory(name)}
+        folders = itertools.chain(self._store.folders(), self._store.links())
+        names |= {name for name in folders if is_key(name) and not is_rank_directory(name)}
         due = names if everywhere else self._due(names, saved_at_s)
         self._forget(names)
         with workers(self._store.threads, "ckpt-watch") as threads:
@@ -132,7 +134,7 @@ class Sights:
         if not sight.stock_key:
             return True
         try:
-            stat = PrefixStore(self._store, sight.checkpoint.path).stat(sight.stock_key)
+            stat = folder_of(self._store, sight.checkpoint.path).stat(sight.stock_key)
         except NotFound:
             return False
         return not surely or (stat.modified_at_s or 0.0) >= (sight.stat.modified_at_s or 0.0)
@@ -168,7 +170,7 @@ class Sights:
 
     def _see(self, path: str) -> tuple[str, Sight | None]:
         try:
-            return path, self._checkpoint_in(PrefixStore(self._store, path))
+            return path, self._checkpoint_in(folder_of(self._store, path))
         except NotFound:  # removed meanwhile
             return path, None
         except CheckpointError as error:

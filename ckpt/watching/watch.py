@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckpt.backends.options import options_dict
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import STOCK_METADATA_KEY
@@ -138,6 +139,7 @@ class Watcher:
                 raise ConfigurationError(f"{name} must not be {value!r}")
         if self.cursor is not None:
             self.cursor = normal_url(self.cursor)
+        self.storage_options = options_dict(self.storage_options)
         self._store = open_store(self.root, self.storage_options, threads=self.threads)
         self.url = self._store.url
         directory = self._store.directory

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.forward_proxy import certificate
+from support.strict_s3 import StrictS3, strict_s3
 
 import ckpt
 from ckpt.backends.registry import normal_url, open_store
@@ -55,31 +60,129 @@ def test_a_manager_after_a_change_of_directory(elsewhere: Path, tmp_path: Path) 
     assert (restored.step, state["w"].tolist()) == (4, [4.0] * 3)
 
 
-def test_a_local_tier_after_a_change_of_directory(elsewhere: Path, tmp_path: Path) -> None:
-    with ckpt.CheckpointManager("run", save=1, local="near") as manager:
-        for step in (1, 2):
-            manager.step(step, state_of(step))
-            os.chdir(elsewhere)
-        assert manager.wait_durable(240) == 2
-    assert (tmp_path / "start" / "run" / "step-00000002" / "commit.json").exists()
-    assert (tmp_path / "start" / "near").is_dir()
+def _manage(root: str, **more: Any) -> Callable[[], object]:
+    """Make a manager, and return the use of it."""
+    manager = ckpt.CheckpointManager(root, save=1, keep=keeping.last(1), preflight=False, **more)
+
+    def use() -> None:
+        with manager:
+            for step in (1, 2):
+                manager.step(step, state_of(step))
+                manager.wait_durable(240)
+
+    return use
 
 
-def test_background_saves_after_a_change_of_directory(elsewhere: Path, tmp_path: Path) -> None:
-    saves = [ckpt.async_save(state_of(1), "plain/step-1")]
-    saves.append(ckpt.async_save(state_of(1), "tiered/step-1", local="near"))
+def _manage_by_a_process(server: StrictS3) -> Callable[[], object]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return _manage("run", async_mode="process")
+
+
+def _manage_with_a_fallback(server: StrictS3) -> Callable[[], object]:
+    options: dict[str, Any] = {"fallback": "near", "async_mode": "off", "storage_options": server.options}
+    server.rule = lambda request: (403, "AccessDenied") if request.method == "PUT" else "pass"
+    manager = ckpt.CheckpointManager("s3://bucket/run", save=1, preflight=False, **options)
+
+    def use() -> None:
+        with manager:
+            manager.step(1, state_of(1))
+            assert not server.objects
+            server.rule = lambda request: "pass"
+            assert manager.wait_durable(240) == 1
+
+    return use
+
+
+def _load(url: str, **storage_options: Any) -> Callable[[], object]:
+    reader = ckpt.CheckpointReader(url, storage_options=storage_options)
+    state = state_of(0)
+    return lambda: torch.distributed.checkpoint.load(state, storage_reader=reader)
+
+
+def _load_from_an_archive(server: StrictS3) -> Callable[[], object]:
+    ckpt.save(state_of(1), "step-1")
+    shutil.make_archive("near", "tar", ".", "step-1")
+    return _load("tar://step-1::near.tar")
+
+
+def _load_through_a_cache(server: StrictS3) -> Callable[[], object]:
+    ckpt.save(state_of(1), "s3://bucket/run/step-1", storage_options=server.options)
+    s3 = {name: server.options[name] for name in ("endpoint_url", "key", "secret")}
+    return _load("simplecache::s3://bucket/run/step-1", s3=s3, simplecache={"cache_storage": "near"})
+
+
+def _save_by_tls(server: StrictS3) -> Callable[[], object]:
+    """The folder of the server's certificate is `near`."""
+    Path("near").mkdir()
+    context, trusted = certificate(Path("near"))
+    stack = contextlib.ExitStack()
+    of_tls = stack.enter_context(strict_s3(tls=context))
+    relative = os.path.relpath(trusted)
+    options = {**of_tls.options, "client_kwargs": {"verify": relative}, "max_attempts": 1}
+    use = _manage("s3://bucket/run", storage_options=options)
+
+    def use_and_stop() -> None:
+        with stack:
+            use()
+            assert of_tls.objects
+
+    return use_and_stop
+
+
+def _save_with_a_base(server: StrictS3) -> Callable[[], object]:
+    ckpt.save(state_of(1), "near/step-1", digests=True)
+    save = ckpt.async_save(state_of(1), "near/step-2", base="near/step-1")
+    return lambda: save.result(240)
+
+
+def _save_in_the_background(**more: Any) -> Callable[[], object]:
+    save = ckpt.async_save(state_of(1), "run/step-1", **more)
+    return lambda: save.result(240)
+
+
+def _use_a_tier(server: StrictS3) -> Callable[[], object]:
+    tier = ckpt.LocalTier("near")
+    return lambda: _manage(os.path.join(os.path.dirname(tier.path), "run"), local=tier)()
+
+
+GIVEN: dict[str, tuple[Callable[[StrictS3], Callable[[], object]], str]] = {
+    "root": (lambda server: _manage("run"), "run/step-00000002"),
+    "local=": (lambda server: _manage("run", local="near"), "near"),
+    "LocalTier": (_use_a_tier, "near"),
+    "fallback=": (_manage_with_a_fallback, "near"),
+    "the saving process": (_manage_by_a_process, "run/step-00000002"),
+    "async_save": (lambda server: _save_in_the_background(), "run/step-1"),
+    "async_save with local=": (lambda server: _save_in_the_background(local="near"), "run/step-1"),
+    "base=": (_save_with_a_base, "near/step-2"),
+    "a chain": (_load_from_an_archive, "near.tar"),
+    "cache_storage": (_load_through_a_cache, "near"),
+    "verify": (_save_by_tls, "near"),
+}
+"""What is given, and what is in the folder `start` after its use."""
+
+
+@pytest.mark.parametrize("what", [*GIVEN])
+def test_a_place_is_resolved_when_it_is_given(
+    elsewhere: Path, tmp_path: Path, server: StrictS3, what: str
+) -> None:
+    give, left = GIVEN[what]
+    use = give(server)
     os.chdir(elsewhere)
-    for save in saves:
-        save.result(60)
-    for root in ("plain", "tiered"):
-        assert (tmp_path / "start" / root / "step-1" / "commit.json").exists()
+    try:
+        use()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert (tmp_path / "start" / left).exists()
+    if left == "run/step-00000002":
+        assert not (tmp_path / "start" / "run" / "step-00000001").exists(), "retention removes there"
 
 
 def test_tables_after_a_change_of_directory(elsewhere: Path, tmp_path: Path) -> None:
     tables = Tables()
     save = tables.async_save(state_of(1), "run/step-1")
     os.chdir(elsewhere)
-    save.result(60)
+    save.result(240)
     assert (tmp_path / "start" / "run" / "step-1" / "commit.json").exists()
     tables.save(state_of(2), tmp_path / "start" / "run" / "step-2")  # next to its base
 

@@ -314,9 +314,7 @@ def test_a_save_takes_the_rows_when_the_updates_of_its_epoch_are_there(tmp_path:
     gate.submit(0, 0, update)
     later = gate.submit(0, 1, update)
     gate.mark(0, 0, 2)
-    with pytest.raises(
-        SaveFailed, match=r"the cut of epoch 0 .* 1 of 2 updates of source 0 have not"
-    ):
+    with pytest.raises(SaveFailed, match=r"the cut of epoch 0 .* 1 of 2 updates of source 0 have not"):
         tables.save({}, tmp_path / "0", gate=gate, timeout_s=1)
     threading.Timer(0.05, gate.submit, (0, 0, update)).start()
     future = tables.async_save({}, tmp_path / "0", gate=gate)

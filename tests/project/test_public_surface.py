@@ -47,7 +47,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
 heavy = {"torch", "numpy", "msgspec", "boto3", "ibm_boto3", "fsspec", "s3fs", "safetensors"} & set(sys.modules)
 assert not heavy, heavy
 ours = {name for name in sys.modules if name.startswith("ckpt.") and not name.startswith("ckpt.cli")}
-assert ours <= {"ckpt.errors", "ckpt.logs", "ckpt.backends", "ckpt.backends.options", "ckpt.backends.retries", "ckpt.transfer", "ckpt.transfer.reports", "ckpt.whole_files", "ckpt.words"}, ours
+assert ours <= {"ckpt.errors", "ckpt.logs", "ckpt.backends", "ckpt.backends.options", "ckpt.backends.paths", "ckpt.backends.retries", "ckpt.transfer", "ckpt.transfer.reports", "ckpt.whole_files", "ckpt.words"}, ours
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -44,13 +44,15 @@ def test_errors_of_ones_own(error: Exception) -> None:
 class Asked:
     """In the place of the ranks, with what they answer."""
 
-    def __init__(self, roll_call: RollCall | None, given_up: str | None) -> None:
+    def __init__(self, roll_call: RollCall | None, given_up: str | None, *, later: str | None = None) -> None:
         self.answer, self.progress = roll_call, Progress()
         self.rank = 0
         self.size = 2
         self.progress.given_up = given_up
+        self._later = given_up if later is None else later
 
     def roll_call(self, error: Exception) -> RollCall | None:
+        self.progress.given_up = self._later
         return self.answer
 
 
@@ -105,6 +107,14 @@ def test_a_rank_that_the_others_gave_up_hears_why() -> None:
     message, failures = said({0: ME, 1: gave_up})
     assert message == f"the save failed: rank 1 says: {gave_up.failure}"
     assert not failures
+
+
+def test_a_rank_names_who_is_blamed_also_if_its_watch_ends_during_the_roll_call() -> None:
+    """Its watch hears the same reason then, from the rank that answers with it."""
+    gave_up = Answer(True, failure="lost contact: rank 0 has made no progress for 7 s", cause="watch")
+    ranks = Asked(RollCall({0: ME, 1: gave_up}, is_complete=True), given_up=None, later="rank 1 says: it")
+    message, _ = lost("save", cast(Any, ranks), CLOSED)
+    assert message == f"the save failed: rank 1 says: {gave_up.failure}"
 
 
 def test_a_rank_that_gave_another_up_says_why() -> None:

@@ -228,14 +228,14 @@ def test_one_connection_is_not_shared(fragile: FsspecStore) -> None:
 
 def test_deletes_are_judged_by_their_result(fragile: FsspecStore) -> None:
     fragile.delete(["a", "a", "never/was"])
-    assert set(fragile._files.fs.files) == {"/r/b"}
-    fragile._files.fs.files["/r/kept"] = b""
+    assert set(fragile._files._open()[0].files) == {"/r/b"}
+    fragile._files._open()[0].files["/r/kept"] = b""
     with pytest.raises(StorageError, match="550 Permission denied"):
         fragile.delete(["kept"])
 
 
 def test_unknown_sizes_are_an_error(fragile: FsspecStore) -> None:
-    fragile._files.fs.files["/r/unsized"] = b""
+    fragile._files._open()[0].files["/r/unsized"] = b""
     with pytest.raises(StorageError, match="does not tell the size"):
         fragile.stat("unsized")
 
@@ -244,7 +244,7 @@ def test_close_lets_go_of_the_file_system(tmp_path: Path) -> None:
     store = FsspecStore(f"fsspec+file://{tmp_path}")
     with pytest.raises(NotFound):
         store.stat("k")
-    file_system = weakref.ref(store._files.fs)
+    file_system = weakref.ref(store._files._open()[0])
     store.close()
     gc.collect()
     assert file_system() is None

@@ -83,7 +83,7 @@ Rule = Callable[[Request], Action]
 without Content-Range), "cut" the body in the middle, "stall" there; for writes "shorten" what is kept, "bare" (a reply
 without headers); for all "more" (a whole reply behind the right one), "interim" (replies 1xx before it); "forget" (nothing
 is done, and success is answered), "empty", "page" and "error" (the same, with that body), "done" (it is done, and the
-answer is an error under the status 200)."""
+answer is an error under the status 200), "endless" (a listing that is cut off and names no next page)."""
 
 INTERIM = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
 FALSE = b"the wrong content"
@@ -203,6 +203,9 @@ class _Handler(Handler):
                 else:
                     status, extra, reply = getattr(self, f"_{request.operation}")(request, body, action)
                 reply = ERROR if action == "done" else reply
+                if action == "endless":
+                    reply = re.sub(rb"<Next.*?</Next\w+>", b"", reply)
+                    reply = reply.replace(b"<IsTruncated>false", b"<IsTruncated>true")
         except _Refused as refused:
             status, extra = refused.status, refused.headers
             region = f"<Region>{region}</Region>" if (region := extra.get("x-amz-bucket-region")) else ""

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from ckpt.api import save
 from ckpt.backends.base import put_bytes
+from ckpt.backends.options import options_dict
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import ConfigurationError, NotFound
 from ckpt.format.names import step_of
@@ -77,7 +78,10 @@ class Trainer(_Native):
         self.checkpoint_root = root or normal_url(self.args.output_dir)
         _refuse_unsupported(self)
         options = {**self.checkpoint_options, **(checkpoints or {})}
-        self._has_rules, self._storage_options = "save" in options, options.get("storage_options")
+        self._has_rules, self._storage_options = (
+            "save" in options,
+            options_dict(options.get("storage_options")),
+        )
         options = {"save": saving.at_steps(()), **options, "keep": _keep_rule(self.args, options.get("keep"))}
         self.checkpoints = CheckpointManager(self.checkpoint_root, **options)
         self._restoring: dict[str, Any] | None = None

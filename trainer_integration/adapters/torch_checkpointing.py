@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.backends.base import Store, exists
+from ckpt.backends.options import options_dict
 from ckpt.backends.registry import normal_url, open_store
 from ckpt.errors import (
     AccessDenied,
@@ -102,6 +103,7 @@ class StorageConfig(base_storage.StorageConfig):
     def __post_init__(self) -> None:
         if self.root:
             self.root = normal_url(self.root)
+            self.storage_options = options_dict(self.storage_options)
             open_store(self.root, self.storage_options).close()
         self._keys = _Keys("ckpt-storage")
 

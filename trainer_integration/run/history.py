@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ckpt.backends.registry import normal_url, open_store
-from ckpt.backends.wrapper import PrefixStore
+from ckpt.backends.wrapper import folder_of
 from ckpt.collective import place_of
 from ckpt.errors import (
     CheckpointError,
@@ -87,7 +87,7 @@ class History(SharedRecord):
 
     def _folders(self) -> list[str]:
         try:
-            return [*self._store.folders()]
+            return [*self._store.folders(), *self._store.links()]
         except StorageError as error:
             if not self._record().checkpoints:
                 raise
@@ -131,7 +131,7 @@ class History(SharedRecord):
         made_s = -math.inf
         for _, path in [each for each in self.candidates() if each[0] >= step][:_MAX_LOOKS]:
             with contextlib.suppress(CheckpointError):
-                commit = read_commit(PrefixStore(self._store, path))
+                commit = read_commit(folder_of(self._store, path))
                 made_s = max(made_s, (created_at_s(commit.record) if commit else None) or made_s)
         return made_s
 
@@ -151,7 +151,7 @@ class History(SharedRecord):
         """Look at a checkpoint. Raises NotFound, NotCommitted or CommitConflict if it is gone."""
         is_folder = self._store.directory is not None  # which may be a link to one elsewhere
         own = open_store(self.url(path), self.storage_options) if is_folder else None
-        return examine(own or PrefixStore(self._store, path))
+        return examine(own or folder_of(self._store, path))
 
     def annotate(
         self, step: int, metrics: Mapping[str, float] | None = None, *, pinned: bool | None = None
@@ -225,7 +225,7 @@ class History(SharedRecord):
             if old.step not in again or old.path in self.unusable:
                 continue
             with contextlib.suppress(CheckpointError):
-                commit = read_commit(PrefixStore(self._store, old.path))
+                commit = read_commit(folder_of(self._store, old.path))
                 if commit and commit.record.is_referable and self.examine(old.path).fault is None:
                     found.add(old.path)
         return found
@@ -266,7 +266,7 @@ class History(SharedRecord):
             folders = self.candidates() if removed else []
             unknown = [path for _, path in folders if path not in recorded | self._others]
             for path in unknown[-_MAX_LOOKS:]:
-                commit = read_commit(PrefixStore(self._store, path))
+                commit = read_commit(folder_of(self._store, path))
                 if commit is not None and commit.record.id in removed:
                     remove(self.url(path), storage_options=self.storage_options)
                 elif commit is not None:

@@ -43,7 +43,7 @@ def rm(
     """Remove checkpoints: of each its records first, then its data.
 
     Only objects that the commit record lists are removed. On a terminal it asks before it removes
-    the newest checkpoint in its folder. A checkpoint whose bytes others name is not removed.
+    the newest checkpoint in its folder. Of a symbolic link only the link is removed. A checkpoint whose bytes others name is not removed.
     """
     interrupted = "If the removal had begun, the checkpoint is gone; `ckpt gc` removes what is left of it."
     with command(json, if_interrupted=interrupted) as output:
@@ -80,6 +80,9 @@ def _print(output: Output, removed: Removed, dry_run: bool) -> None:
         output.print(*map(shown, removed.keys[:MAX_LINES]))
         output.print_hidden(len(removed.keys) - MAX_LINES)
     verb = "would remove" if dry_run else "removed"
+    if removed.is_link:
+        output.print(f"{verb} the link {shown(removed.url)}; the checkpoint that it leads to stays")
+        return
     amount = f"{count(len(removed.keys), 'object')}, {size(removed.data_bytes)}"
     output.print(f"{verb} {shown(removed.url)}: {amount}")
     if removed.keeps_versions:
