@@ -119,6 +119,8 @@ def prepare_save(
             values, writer.described = ranks.together(
                 call, lambda: values_to_save(state_dict, per_rank, flattens=flattens)
             )
+            if getattr(planner, "places_values", False):  # what has one name on all ranks are shards of its
+                writer.described.kinds = dict.fromkeys(writer.described.kinds, "per rank")
         else:
             values = dict(state_dict)
             writer.described = described
