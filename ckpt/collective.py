@@ -119,7 +119,7 @@ def prepare_save(
             values, writer.described = ranks.together(
                 call, lambda: values_to_save(state_dict, per_rank, flattens=flattens)
             )
-            if getattr(planner, "places_values", False):  # what has one name on all ranks are shards of its
+            if getattr(planner, "places_values", False):  # values of one name are shards, which it knows
                 writer.described.kinds = dict.fromkeys(writer.described.kinds, "per rank")
         else:
             values = dict(state_dict)
