@@ -119,6 +119,8 @@ def prepare_save(
             values, writer.described = ranks.together(
                 call, lambda: values_to_save(state_dict, per_rank, flattens=flattens)
             )
+            if getattr(planner, "places_values", False):  # values of one name are shards, which it knows
+                writer.described.kinds = dict.fromkeys(writer.described.kinds, "per rank")
         else:
             values = dict(state_dict)
             writer.described = described

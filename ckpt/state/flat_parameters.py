@@ -116,7 +116,7 @@ def _others_frozen(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Show parameters of other optimizers as frozen: FSDP1 wants the state of all others in a unit."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group[_PARAMS]}
     others = [each for each in model.parameters() if each.requires_grad and id(each) not in own]
-    if any(isinstance(each, FlatParameter) for each in others):  # each is a unit of its own
+    if any(isinstance(each, FlatParameter) for each in others):  # flat ones have their state on their own
         others = []
     try:
         for each in others:

@@ -31,11 +31,13 @@ class SaveObjects:
         """Forget all objects: a checkpoint lists them now, or may do so."""
         self._keys.clear()
 
-    def discard(self, store: Store) -> None:
-        """Delete all objects, as well as it goes. Only for a save that was surely not committed."""
+    def discard(self, store: Store) -> bool:
+        """Delete all objects, as well as it goes; return whether they are. Only for a save that was surely not committed."""
         keys, self._keys = self._keys, []
         try:
             store.delete(keys)
         except Exception as error:  # a failed save has an error of its own to report
             message = "rank %d could not delete what a failed save wrote to %s (`ckpt gc` can): %s"
             _logger.warning(message, self.rank, store.url, error)
+            return False
+        return True

@@ -300,8 +300,8 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def discard(self) -> None:
         """Delete this rank's objects of the current save, which must surely not be committed."""
         self.progress.clean_up()
-        self._objects.discard(self._store)
-        if not self._is_model:  # there it tells of files that a rank left which died
+        are_gone = self._objects.discard(self._store)  # storage that hangs must not take the time twice
+        if are_gone and not self._is_model:  # there it tells of files that a rank left which died
             with contextlib.suppress(Exception):
                 self._store.remove_empty(rank_directory(self._rank))
 
@@ -353,13 +353,14 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
 
 
 def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    """Return results as DCP takes them."""
     future: Future[list[WriteResult]] = Future()
     future.set_result(results)
     return future
 
 
 def _wait_for_the_device() -> None:
-    """The caller's stream may still compute the tensors that threads will copy."""
+    """Wait for the caller's stream, which may still compute the tensors that threads will copy."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
 

@@ -23,6 +23,7 @@ import ckpt.reading.windows
 import ckpt.transfer.pieces
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import CheckpointError, LoadFailed
+from ckpt.reading.loader import _copy
 from ckpt.reading.windows import TargetMemory, Window
 
 COMPLEX = torch.complex64
@@ -266,3 +267,21 @@ def test_a_window_for_each_of_many_items(tmp_path: Path) -> None:
     loaded = {name: torch.zeros(1) for name in saved}
     ckpt.load(loaded, tmp_path, planner=Staged(4))
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+class Uncopied(torch.Tensor):
+    """A tensor of a class that does not copy itself into dense ones."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError("no copy")
+
+
+def test_a_class_that_cannot_be_cut_otherwise_is_named() -> None:
+    tensor = torch.ones(2).as_subclass(Uncopied)
+    with pytest.raises(
+        CheckpointError, match=r"'w' was saved in shards of Uncopied, which cannot be cut otherwise"
+    ):
+        _copy(tensor, torch.zeros(2), "w")
+    with pytest.raises(RuntimeError, match="size"):
+        _copy(torch.ones(3), torch.zeros(2), "w")
