@@ -26,7 +26,7 @@ _SDK_NAMES = {
 _PAIRS = frozenset({"client_cert", "proxy_client_cert", "cert", "auth"})
 """Options that can be a pair: a certificate and its key, a name and a password."""
 _PATHS = frozenset(
-    {"cache_storage", "client_cert", "cr_token_filename", "fo", "key_filename", "proxy_ca_bundle",
+    {"cache_storage", "cert", "client_cert", "cr_token_filename", "fo", "key_filename", "proxy_ca_bundle",
      "proxy_client_cert", "verify"}
 )  # fmt: skip
 """Options, of the SDKs and of fsspec's file systems, that are paths of files or folders."""

@@ -476,9 +476,13 @@ def _save_as_nobody(rank: int, url: str) -> str:
 
 @pytest.mark.parametrize("form", [list, tuple])
 @pytest.mark.parametrize("name", ["client_cert", "proxy_client_cert", "cert", "auth"])
-def test_pairs_may_be_lists_as_json_writes_them(name: str, form: Any) -> None:
-    """At any depth; other lists stay lists."""
+def test_pairs_may_be_lists_as_json_writes_them(
+    name: str, form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any depth; other lists stay lists. Files are resolved when they are given."""
+    monkeypatch.chdir(tmp_path)
     given = {"config_kwargs": {name: form(["a", "b"]), "names": ["a", "b"]}}
-    assert options_dict(given) == {"config_kwargs": {name: ("a", "b"), "names": ["a", "b"]}}
+    pair = ("a", "b") if name == "auth" else (f"{tmp_path}/a", f"{tmp_path}/b")
+    assert options_dict(given) == {"config_kwargs": {name: pair, "names": ["a", "b"]}}
     with pytest.raises(ConfigurationError, match=f"{name} must be a text or a pair of texts"):
         options_dict({name: ["a", "b", "c"]})

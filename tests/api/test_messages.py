@@ -120,10 +120,10 @@ _STATE = torch.optim.SGD(_MODEL.parameters(), lr=0.1).state_dict()
 _ENDPOINT = {"endpoint_url": "127.0.0.1:9", "key": "a", "secret": "b"}
 _MIXED_UP: dict[str, tuple[type[Exception], str, Callable[[Path], object]]] = {
     "a state dict for a model": (
-        ConfigurationError, r"not OrderedDict: pass the module itself, not its state_dict\(\)", _step(model=_MODEL.state_dict()),
+        ConfigurationError, r"not OrderedDict: give the model itself, not its state_dict\(\)", _step(model=_MODEL.state_dict()),
     ),
     "a state dict for an optimizer": (
-        ConfigurationError, r"not dict: pass the optimizer itself, not its state_dict\(\)", _step(model=_MODEL, optimizer=_STATE),
+        ConfigurationError, r"not dict: give the optimizer itself, not its state_dict\(\)", _step(model=_MODEL, optimizer=_STATE),
     ),
     "keep_last": (
         TypeError, "CheckpointManager has no argument 'keep_last': did you mean keep=?",

@@ -32,7 +32,8 @@ def test_saves_and_restores(mode: Any, tmp_path: Path) -> None:
     with ckpt.CheckpointManager(tmp_path / "run", save=saving.every_steps(1), async_mode=mode) as manager:
         assert manager.step(1, model=model, optimizer=optimizer)
     with ckpt.CheckpointManager(tmp_path / "run", save=saving.every_steps(1)) as manager:
-        assert manager.restore(model=torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW(model.parameters()))
+        fresh = torch.nn.Linear(2, 2)
+        assert manager.restore(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters()))
     future = ckpt.async_save({"w": torch.ones(3), "rng": RandomState()}, tmp_path / "other")
     future.result(60)
     ckpt.save(model.state_dict(), tmp_path / "hf", format="safetensors")

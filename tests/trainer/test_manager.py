@@ -599,8 +599,8 @@ def test_expired_credentials(s3: S3Server) -> None:
 
 def test_preflight_names_what_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckpt.CheckpointManager(tmp_path, save=saving.every_steps(1)) as manager:
-        monkeypatch.setattr(PosixStore, "free_bytes", lambda self: 3999)
-        with pytest.raises(StorageFull, match=r"0\.00 GiB are free"):
+        monkeypatch.setattr(PosixStore, "free_bytes", lambda self: 2999)
+        with pytest.raises(StorageFull, match=r"only 2\.93 KiB are free, but the checkpoint takes 3\.91 KiB"):
             manager.restore(state_of(-1))
         monkeypatch.undo()
 
