@@ -306,7 +306,7 @@ def folder_of(prefix: str) -> str:
 
 def cut_off(element: str) -> str:
     """Word the error for a listing that the server cut off."""
-    return f"the server says that this listing goes on and does not say where ({element}): it is not complete"
+    return f"the server says that this listing has more pages but not where they begin ({element}): it is not complete"
 
 
 def stat_of(key: str, entry: Mapping[str, Any], size: Any) -> ObjectStat:

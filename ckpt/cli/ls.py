@@ -27,7 +27,7 @@ _COLORS = {
 _MAX_METRICS = 4
 """Columns that are shown without being chosen."""
 _FIELDS = ("step", "state", "size", "age", "ranks", "save", "named by", "tags", "id", "url")
-"""Columns, besides those of metrics and tags, which have their names."""
+"""Columns. Metrics and tags add others, which have their names."""
 
 _Key = tuple[bool, float, str]
 

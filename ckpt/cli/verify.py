@@ -137,7 +137,7 @@ def _below(output: Output, root: str, options: Mapping[str, Any] | None) -> list
 
 
 def _verify_listed(output: Output, url: str, more: dict[str, Any]) -> None:
-    """Verify a checkpoint that was listed before. One that was removed after that is passed over."""
+    """Verify a checkpoint that was listed before; skip it if it was removed since."""
     try:
         with output.progress("verifying") as progress:
             result = ckpt.verify(url, progress=progress, **more)

@@ -120,8 +120,9 @@ def test_checkpoints_are_saved_listed_loaded_and_verified(
     system: str, tmp_path: Path, server: StrictS3
 ) -> None:
     with root_on(system, tmp_path, server) as root:
-        url, options = checkpoint_in(root[0]), root[1]
-        assert [each.path for each in ckpt.list_checkpoints(root[0], storage_options=options)] == ["step-1"]
+        place, options = root
+        url = checkpoint_in(place)
+        assert [each.path for each in ckpt.list_checkpoints(place, storage_options=options)] == ["step-1"]
         loaded = {name: torch.zeros_like(value) for name, value in STATE.items()}
         ckpt.load(loaded, url, storage_options=options, threads=8)
         assert all(torch.equal(loaded[name], value) for name, value in STATE.items())
@@ -214,7 +215,8 @@ def test_the_file_system_that_hung_is_not_used_again(tmp_path: Path) -> None:
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "k").write_bytes(b"abc")
-    hangs, ends = threading.Event(), threading.Event()
+    hangs = threading.Event()
+    ends = threading.Event()
     answer = _Files.stat
 
     def stat(self: Any, path: str) -> Any:

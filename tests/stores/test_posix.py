@@ -227,7 +227,8 @@ def test_folders_that_others_have_made_are_made_durable_once(
     "number", [errno.EPERM, errno.EIO, errno.EACCES, errno.EXDEV, errno.EINVAL, errno.EDQUOT, 524]
 )
 def test_a_mount_without_hard_links(store: PosixStore, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    link, lstat = os.link, os.lstat
+    link = os.link
+    lstat = os.lstat
 
     def refuse(*_: Any) -> None:
         raise OSError(number, "no links")

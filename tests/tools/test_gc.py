@@ -463,7 +463,8 @@ def test_gc_on_s3(s3: S3Server) -> None:
 def test_objects_that_go_at_any_request_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_of, before = tmp_path / "run", tmp_path / "before"
+    run_of = tmp_path / "run"
+    before = tmp_path / "before"
     for step in (1, 2, 3, 4):
         save(before / f"step-{step}", step, digests=True)
     ckpt.save({"t": torch.ones(10)}, before / "step-5", base=before / "step-4")
@@ -491,7 +492,8 @@ def test_objects_that_go_at_any_request_are_passed_over(
     for name in ("list", "stat", "read_into", "folders", "delete"):
         monkeypatch.setattr(PosixStore, name, removing(name))
     while calls >= number:
-        number, calls = number + 1 + number // 8, 0
+        number += 1 + number // 8
+        calls = 0
         shutil.rmtree(run_of, ignore_errors=True)
         shutil.copytree(before, run_of)
         ckpt.collect_garbage(run_of, grace_s=3600, uncommitted_models=number % 2 == 0)
