@@ -46,6 +46,7 @@ def save(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     format: SaveFormat = "ckpt",
     max_shard_size: int | str | None = None,
+    config_from: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     frozen: Collection[str] = (),
     digests: bool = False,
@@ -62,6 +63,7 @@ def save(
     With `format="safetensors"`, `state_dict` is that of a model, and a folder results that transformers reads as it is
     (`docs/servable.md`): each tensor whole in one of the files, none with more than `max_shard_size` of tensors (bytes,
     or "2GB"; default 5 GB) unless one tensor is larger. It is a checkpoint like any other. There is no `planner` then.
+    `config_from`, a model's folder: its `config.json`, tokenizer and the like lie in the new one at the commit.
 
     With a `base`, an earlier checkpoint in the same folder that was saved with `digests=True` or a base of its own, only
     what changed is written (`docs/only-what-changed.md`): tensors that equal those of the base are named where they
@@ -79,13 +81,11 @@ def save(
         ConfigurationError: an argument is wrong, also a base that others may not refer to.
         NotFound, NotCommitted, IntegrityError, ...: the base cannot be opened.
     """
+    of_format = partial(
+        writer_for, format, max_shard_size, config_from, planner, (base, frozen, digests), url
+    )
     make_writer = partial(
-        writer_for,
-        format,
-        max_shard_size,
-        planner,
-        (base, frozen, digests),
-        url,
+        of_format,
         storage_options=storage_options,
         overwrite=overwrite,
         threads=threads,
@@ -119,6 +119,7 @@ def async_save(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     format: SaveFormat = "ckpt",
     max_shard_size: int | str | None = None,
+    config_from: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     frozen: Collection[str] = (),
     digests: bool = False,
@@ -157,7 +158,7 @@ def async_save(
         near: SaveFuture = _near().async_save_near(state_dict, url, local, planner=planner, **settings)
         return near
     wanted = base, frozen, digests
-    make_writer = partial(writer_for, format, max_shard_size, planner, wanted, url, **settings)
+    make_writer = partial(writer_for, format, max_shard_size, config_from, planner, wanted, url, **settings)
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.

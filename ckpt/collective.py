@@ -43,6 +43,7 @@ background, stager = Background(), Stager()
 def writer_for(
     format: str,
     max_shard_size: int | str | None,
+    config_from: str | os.PathLike[str] | None,
     planner: object,
     wanted: tuple[Any, Any, Any],
     url: Any,
@@ -57,11 +58,12 @@ def writer_for(
             )
         if planner is not None:
             raise ConfigurationError('format="safetensors" has a layout of its own; it takes no planner')
-        return ModelWriter(url, max_shard_bytes=shard_bytes(max_shard_size), **more)
+        return ModelWriter(url, max_shard_bytes=shard_bytes(max_shard_size), config_from=config_from, **more)
     if format != "ckpt":
         raise ConfigurationError(f'format must be "ckpt" or "safetensors", not {format!r:.100}')
-    if max_shard_size is not None:
-        raise ConfigurationError('max_shard_size is for format="safetensors"')
+    for name, value in {"max_shard_size": max_shard_size, "config_from": config_from}.items():
+        if value is not None:
+            raise ConfigurationError(f'{name} is for format="safetensors"')
     if references is not None:
         return ReferringWriter(url, references=references, planner=planner, **more)
     return CheckpointWriter(url, **more)

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ckpt.backends.base import ObjectStat, Store, exists, read_bytes
-from ckpt.conversion.source import CONFIG_KEY, Region, TensorFacts, TensorSource
+from ckpt.conversion.source import Region, TensorFacts, TensorSource
 from ckpt.errors import AccessDenied, CommitConflict, ConfigurationError, UnsafeContent
 from ckpt.format.columns import ObjectRow
+from ckpt.format.config_files import CONFIG_KEY
 from ckpt.format.dtypes import dtype_name, is_quantized, torch_dtype
 from ckpt.format.fqns import paths_of
 from ckpt.format.records import MAX_METADATA_BYTES, read_commit

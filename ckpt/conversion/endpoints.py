@@ -17,9 +17,10 @@ from ckpt.consistency.commit import COMMIT_KEY
 from ckpt.conversion.checkpoint_source import CheckpointSource
 from ckpt.conversion.formats import Format, check_format
 from ckpt.conversion.safetensors_source import SafetensorsSource
-from ckpt.conversion.source import CONFIG_KEY, Location, TensorSource
+from ckpt.conversion.source import Location, TensorSource
 from ckpt.conversion.torch_source import TorchFileSource
 from ckpt.errors import AccessDenied, ConfigurationError, FormatError, NotFound
+from ckpt.format.config_files import check_configuration
 from ckpt.format.mistaken_files import mistaken_file
 from ckpt.format.model_index import SUFFIXES
 from ckpt.reading.no_checkpoint import has_parts_of_save
@@ -146,8 +147,9 @@ def open_configuration(endpoint: Endpoint, destination: Location, form: Format) 
     if form != "safetensors" or destination.key is not None:
         raise ConfigurationError("--config-from is for a folder of safetensors", url=destination.url)
     location = endpoint.open_existing()
-    if location.key is not None or not exists(location.folder, CONFIG_KEY):
-        raise NotFound(f"there is no {CONFIG_KEY} here to take along", url=location.url)
+    if location.key is not None:
+        raise NotFound("--config-from is a folder, and this is a file", url=location.url)
+    check_configuration(location.folder)
     return location.folder
 
 

@@ -13,9 +13,10 @@ from ckpt.backends.base import exists, read_bytes
 from ckpt.backends.bodies import Body
 from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.conversion.selection import ChosenTensor
-from ckpt.conversion.source import CONFIG_KEY, TensorFacts
+from ckpt.conversion.source import TensorFacts
 from ckpt.conversion.target import FileTarget, Written, end_to_end
 from ckpt.errors import ConfigurationError, StorageError
+from ckpt.format.config_files import CONFIG_KEY
 from ckpt.format.dtypes import dtype_name
 from ckpt.format.model_index import encode_model_index
 from ckpt.format.names import MODEL_INDEX_KEY, SINGLE_MODEL_KEY

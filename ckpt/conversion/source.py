@@ -16,6 +16,7 @@ import torch
 
 from ckpt.backends.base import ObjectStat, Store
 from ckpt.errors import CommitConflict
+from ckpt.format.config_files import list_config_files
 from ckpt.format.elements import StoredTensor
 from ckpt.format.fqns import Path
 from ckpt.stock.safetensors_format import UnreadableTensor
@@ -28,16 +29,6 @@ from ckpt.transfer.read_pieces import region_pieces
 
 _REGIONS_AT_ONCE = 4096
 """Planning takes some kilobytes a region, and a part can hold very many small tensors."""
-
-CONFIG_KEY = "config.json"
-"""A model's configuration, without which transformers does not load it."""
-
-_NOT_OF_MODEL = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".index.json",
-    ".distcp", ".ckpt-tmp", ".pkl", ".pickle",
-)  # fmt: skip
-_MAX_OTHER_BYTES = 256 << 20
-_MAX_OTHER_FILES = 1000
 
 
 @dataclass(frozen=True)
@@ -129,15 +120,9 @@ class TensorSource(ABC):
 
     def other_files(self) -> Iterator[tuple[Store, ObjectStat]]:
         """List small files directly in the model's folder that are not weights."""
-        folder = self.model_folder
-        if folder is None:
-            return
-        keys = [stat.key for stat in folder.list() if "/" not in stat.key and stat.key[0] != "."]
-        for key in sorted(keys)[:_MAX_OTHER_FILES]:
-            if not key.endswith(_NOT_OF_MODEL) and key != "commit.json":
-                stat = folder.stat(key)  # a listing describes a link, not its target
-                if stat.size_bytes <= _MAX_OTHER_BYTES:
-                    yield folder, stat
+        if self.model_folder is not None:
+            for stat in list_config_files(self.model_folder):
+                yield self.model_folder, stat
 
     @abstractmethod
     def holds(self, url: str) -> bool:

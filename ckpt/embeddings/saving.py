@@ -207,7 +207,9 @@ class Tables:
     ) -> Metadata:
         """Save what `_begin` has cut, and tell the shards how that ended."""
         options = dict(options)
-        format, size = options.pop("format", "ckpt"), options.pop("max_shard_size", None)
+        format = options.pop("format", "ckpt")
+        size = options.pop("max_shard_size", None)
+        configuration = options.pop("config_from", None)
         is_planned = False
         try:
             with contextlib.closing(ranks):
@@ -221,7 +223,9 @@ class Tables:
                     planner.take(cuts)
                     prefixes = frozenset(prefix for cut in cuts for prefix in _carried(cut))
                     references = References(base, Patterns(frozen), prefixes, undigested=PREFIX)
-                    return writer_for(format, size, planner, (references, (), False), url, **options)
+                    return writer_for(
+                        format, size, configuration, planner, (references, (), False), url, **options
+                    )
 
                 writer, values = prepare_save(
                     begun.values, url, None, base, make_writer, ranks, described=begun.described

@@ -30,6 +30,11 @@ MODEL_INDEX_KEY = f"model{INDEX_SUFFIX}"
 SINGLE_MODEL_KEY = "model.safetensors"
 """How transformers names the files of a model."""
 
+_NOT_OF_CONFIGURATION = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".index.json",
+    ".distcp", ".ckpt-tmp", ".pkl", ".pickle", "commit.json",
+)  # fmt: skip
+
 SCRUB_KEY = "ckpt-scrub.json"
 """At a root: what of it was checked when. It belongs to no checkpoint."""
 
@@ -144,6 +149,11 @@ def is_path(path: str) -> bool:
     if not path.startswith("../"):
         return is_key(path)
     return is_sibling(owner) and is_our_name(key)
+
+
+def is_config_name(key: str) -> bool:
+    """Tell whether a file directly in a model's folder can be of its configuration or its tokenizer, by its name."""
+    return "/" not in key and not key.startswith((".", "ckpt-")) and not key.endswith(_NOT_OF_CONFIGURATION)
 
 
 def is_our_name(key: str) -> bool:

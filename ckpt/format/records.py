@@ -21,7 +21,16 @@ from ckpt.consistency.seal import is_sealed_json, seal_json, unseal_json
 from ckpt.errors import FormatError
 from ckpt.format.bounds import Amount, FileCount, Number, RankNumber, Token, WorldSize
 from ckpt.format.figures import BlockDigests, PartContent, Timings
-from ckpt.format.names import ObjectName, data_key, is_path, is_sibling, model_key, split_path, step_of
+from ckpt.format.names import (
+    ObjectName,
+    data_key,
+    is_config_name,
+    is_path,
+    is_sibling,
+    model_key,
+    split_path,
+    step_of,
+)
 
 FORMAT_NAME = "ckpt-storage"
 FORMAT_VERSION = 2
@@ -34,6 +43,8 @@ MAX_METADATA_BYTES = 8 << 30
 
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 _MAX_BASES = 1 << 10
+MAX_CONFIG_FILES = 1000
+"""Of a model, beside its weights: its configuration, its tokenizer."""
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 
@@ -110,7 +121,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     may refer to it; what it refers to. Of a base, it lists the manifests whose items it names; `data_bytes` are those of
     its own files. `stock_metadata` is False if `.metadata` for stock readers was left out on purpose. `run` is the id of
     the run that saved it. `content` is what the next save is compared with, by the parts of the state. With
-    `block_digests` all that it names has digests.
+    `block_digests` all that it names has digests. `config_files` are those of a model that are no weights; the root of
+    the digests leaves them out.
     """
 
     format: str = FORMAT_NAME
@@ -133,6 +145,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     run: str | msgspec.UnsetType = msgspec.UNSET
     content: dict[str, PartContent] | msgspec.UnsetType = msgspec.UNSET
     block_digests: BlockDigests | msgspec.UnsetType = msgspec.UNSET
+    config_files: list[ObjectRef] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def run_id(self) -> str:
@@ -345,6 +358,7 @@ def _check_commit(commit: CommitRecord) -> None:
         )
     _check_key(commit.described_by.path)
     _require(not commit.run or is_run_id(commit.run), "an impossible run")
+    _check_config_files([ref.path for ref in commit.config_files or ()])
     ranks = [(ref.owner, ref.rank) for ref in commit.manifests]
     _require(len(set(ranks)) == len(ranks), "a rank listed twice")
     for ref in commit.manifests:
@@ -356,6 +370,13 @@ def _check_commit(commit: CommitRecord) -> None:
         is_manifest = name is not None and (name.kind, name.rank) == ("json", ref.rank)
         _require(is_path(ref.path) and is_manifest, f"a manifest of another checkpoint at {ref.path[:80]!r}")
     _check_bases(commit, {owner for owner, _ in ranks if owner})
+
+
+def _check_config_files(paths: list[str]) -> None:
+    _require(len(paths) <= MAX_CONFIG_FILES, f"{len(paths):,} files of a configuration")
+    _require(len(set(paths)) == len(paths), "a file of a configuration listed twice")
+    for path in paths:
+        _require(is_key(path) and is_config_name(path), f"{path[:80]!r} as a file of a configuration")
 
 
 def _check_bases(commit: CommitRecord, owners: set[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,10 +24,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ckpt.backends.bodies import CheckedBody
+from ckpt.backends.options import redact_url
+from ckpt.backends.registry import normal_url, open_store
 from ckpt.consistency.block_digests import FileBlockDigests
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.columns import Columns
+from ckpt.format.config_files import missing_config_files, put_config_file, read_config_files, ref_of
 from ckpt.format.names import last_segment, manifest_key
 from ckpt.format.records import (
     MODEL_VERSION,
@@ -33,6 +38,7 @@ from ckpt.format.records import (
     FileRecord,
     ItemRecord,
     ManifestRef,
+    ObjectRef,
     RankManifest,
     encode,
 )
@@ -46,6 +52,7 @@ from ckpt.models.layout import (
     agreed_ties,
     lay_out,
 )
+from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.messages import Messages
 from ckpt.save_plans.central import CentralPlan
@@ -80,15 +87,27 @@ class _ModelReceipt(RankReceipt):
 class ModelWriter(CheckpointWriter):
     """Write a model as a folder that transformers reads, and that is a checkpoint of this library.
 
-    `max_shard_bytes` is the most of tensors in one file, unless a single tensor is larger.
+    `max_shard_bytes` is the most of tensors in one file, unless a single tensor is larger. `config_from` is a model's
+    folder, whose configuration and tokenizer the new one gets before the commit, which lists them.
     """
 
     takes_columns = False
 
-    def __init__(self, *args: Any, max_shard_bytes: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        max_shard_bytes: int,
+        config_from: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._config_from = None if config_from is None else normal_url(config_from)
+        self._config_options = kwargs.get("storage_options") if "://" in (self._config_from or "") else None
+        self._config_files: dict[str, bytes] = {}
         self._max_shard_bytes = max_shard_bytes
         self.shared_options |= {"format": "safetensors", "max_shard_size": max_shard_bytes}
+        if self._config_from is not None:
+            self.shared_options["config_from"] = redact_url(self._config_from)
         self._ranks: Ranks | None = None
         self._messages: Messages | None = None
         self._file_digests: dict[int, FileBlockDigests | None] = {}
@@ -117,10 +136,20 @@ class ModelWriter(CheckpointWriter):
         with self._errors_named():
             tied = agreed_ties([plan.storage_data[0] for plan in plans])
             self._layout = lay_out(plans, tied, plans[0].storage_data[1], self._max_shard_bytes)
+            self._read_config_files()
         for name, other in tied.items():
             _logger.info("%r is not written: it shares the memory of %r", name, other)
         # DCP pickles each plan by itself, so that one layout in all would take ranks^2 times its tensors.
         return [replace(plan, storage_data=None) for plan in plans]
+
+    def _read_config_files(self) -> None:
+        """Read the configuration, before any data are written. Raises as `read_config_files`, `missing_config_files`."""
+        self._config_files = {}
+        if self._config_from is not None:
+            folder = open_store(self._config_from, self._config_options)
+            with closing(DeadlineStore(folder, self.progress, self._limit_s, own_memory=True)) as folder:
+                self._config_files = read_config_files(folder)
+            missing_config_files(self._store, self._config_files)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -191,8 +220,26 @@ class ModelWriter(CheckpointWriter):
             self._described(), receipts, world_size, block_digests=self.block_digests, **facts
         )
         ref = self._put_manifest([receipt for receipt in receipts if isinstance(receipt, _ModelReceipt)])
-        new = {"version": MODEL_VERSION, "layout": "safetensors", "manifests": [ref]}
+        new: dict[str, Any] = {"version": MODEL_VERSION, "layout": "safetensors", "manifests": [ref]}
+        if config_files := self._put_config_files():
+            new["config_files"] = config_files
         return columns, msgspec.structs.replace(record, data_bytes=ref.data_bytes, **new)
+
+    def _put_config_files(self) -> list[ObjectRef]:
+        """Put the configuration, and return what the commit lists: without `config_from`, what the last one here did."""
+        if self._config_from is None:
+            return self._config_files_before()
+        for key in missing_config_files(self._store, self._config_files):
+            self._objects.add(key)
+            put_config_file(self._store, key, self._config_files[key])
+        return [ref_of(key, data, self.block_digests) for key, data in self._config_files.items()]
+
+    def _config_files_before(self) -> list[ObjectRef]:
+        previous = None if self._coordinator is None else self._coordinator.previous
+        try:
+            return [] if previous is None else list(previous.record.config_files or ())
+        except CheckpointError:  # a damaged one may be replaced
+            return []
 
     def _described(self) -> Metadata:
         described: dict[str, Any] = {}

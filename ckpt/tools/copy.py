@@ -37,6 +37,7 @@ from ckpt.errors import (
     NotFound,
     short_traceback,
 )
+from ckpt.format.config_files import missing_config_files, put_config_file, read_listed
 from ckpt.format.names import (
     MODEL_PREFIX,
     ObjectName,
@@ -211,6 +212,7 @@ class _CheckpointCopy:
         renamed = [self._paths.get(path, path) for path in columns.files]  # those of others stay
         facts = self._facts()
         try:
+            self._copy_config_files()
             coordinator.commit(
                 dataclasses.replace(columns, files=renamed, save_id=self._objects.token),
                 msgspec.structs.replace(self._commit, **facts),
@@ -222,6 +224,13 @@ class _CheckpointCopy:
             raise
         self._claims.close()
         return self._done
+
+    def _copy_config_files(self) -> None:
+        """Copy a model's configuration. Raises AlreadyExists if another one is at the destination."""
+        files = {ref.path: read_listed(self._from, ref) for ref in self._commit.config_files or ()}
+        for key in missing_config_files(self._to, files):
+            self._objects.add(key)
+            put_config_file(self._to, key, files[key])
 
     def _facts(self) -> dict[str, Any]:
         """Return what is different in the commit record of the copy."""

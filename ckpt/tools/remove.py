@@ -13,6 +13,7 @@ from ckpt.backends.registry import open_store
 from ckpt.consistency import environment
 from ckpt.consistency.commit import COMMIT_KEY, is_foreign
 from ckpt.errors import CommitConflict, ConfigurationError, NotCommitted, NotFound, short_traceback
+from ckpt.format.config_files import unchanged
 from ckpt.format.names import SCRUB_KEY, is_our_name, is_rank_directory, signature_key
 from ckpt.format.own_objects import own_objects
 from ckpt.format.records import CommitRecord, StoredCommit, read_commit
@@ -141,7 +142,8 @@ def remove_within(
         kept: list[str] = []
         referrers = Referrers()
         stock = [] if is_anothers(store, stock_key(record), commit) else [stock_key(record)]
-        visible = [key for key in stock if exists(store, key)]
+        configuration = unchanged(store, record.config_files or ())
+        visible = [*(key for key in stock if exists(store, key)), *configuration]
         if not dry_run:
             if read_commit(store) != commit:
                 text = "another save was committed here meanwhile; nothing was removed"
@@ -149,7 +151,9 @@ def remove_within(
             tally = Tally(progress or no_report, "object")
             tally.expect(len(sizes), sum(sizes.values()))
             with going(record.id):
-                store.delete(stock)  # also if it is not there: storage that lags may not show it yet
+                store.delete(
+                    [*stock, *configuration]
+                )  # also if it is not there: storage that lags may not show it yet
                 store.delete([COMMIT_KEY])
             referrers = _late_referrers(store, record)
             kept = [key for key in keys if referrers.hold(key)]

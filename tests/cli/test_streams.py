@@ -135,7 +135,7 @@ def test_narrow_encodings(line: str, given: Path, tmp_path: Path) -> None:
 
 
 def test_the_package_runs_as_the_command_does(given: Path) -> None:
-    for arguments in ("ls run", "ls --nosuch"):
+    for arguments in ("verify run", "ls --nosuch"):
         script = shell(f"$CKPT {arguments}", given)
         package = shell(f"{sys.executable} -m ckpt {arguments}", given)
         assert (package.returncode, package.stdout, package.stderr) == (

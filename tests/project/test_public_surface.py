@@ -148,7 +148,7 @@ def test_signatures() -> None:
         assert (
             parameters(save)
             == f"{storage}, overwrite, planner, process_group, no_dist, threads, memory_budget_bytes, "
-            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, base, frozen, digests, "
+            "max_bandwidth_bytes_per_s, tags, timeout_s, format, max_shard_size, config_from, base, frozen, digests, "
             f"stock_metadata_max_bytes, checks, block_digests{more}, options"
         )
     assert (

@@ -142,6 +142,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.ranks",
             "ckpt.save_plans",
             "ckpt.writing",
+            _REGISTRY,
         ),
     ),
     "ckpt.reading": Room(
