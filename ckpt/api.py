@@ -131,14 +131,13 @@ def async_save(
 ) -> SaveFuture:
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
-    All arguments but `local` are those of `save`; what is frozen and in the base is not copied. Later changes of the
-    tensors do not reach the checkpoint. One save runs at a time: a call during an earlier one waits for that first. It
-    is committed when the future's `result()` returns, which raises as `save`; a program that ends waits for it.
+    All arguments but `local` are those of `save`; what is frozen and in the base is not copied. One save runs at a time:
+    a call during an earlier one waits for that first. It is committed when the future's `result()` returns, which raises
+    as `save`; a program that ends waits for it.
 
     With `local`, a folder of the node's own disk or a `ckpt.LocalTier`, the checkpoint is committed on the nodes' disks
-    first; the next call waits for no more. A process on each node carries it to `url`, also when this program is killed
-    (`docs/local-first.md`); one that ends waits at most `drain_timeout_s` seconds. The future's `local` is done when the
-    nodes have it, its `result()` returns when it is durable. Raises SaveFailed if it could not begin on some rank.
+    first (the future's `local`); the next call waits for no more. A process on each node carries it to `url`, also when
+    this program is killed (`docs/local-first.md`); one that ends waits at most `drain_timeout_s` seconds. Raises SaveFailed.
     """
     settings: dict[str, Any] = {
         "storage_options": storage_options,
@@ -153,12 +152,13 @@ def async_save(
         "block_digests": block_digests,
     }
     if local is not None:
-        _check_local(format, base, frozen, digests, not overwrite)
+        _check_local(format, base, frozen, digests, not overwrite, max_shard_size, config_from)
         settings |= {"process_group": process_group, "no_dist": no_dist, "save_options": options}
         near: SaveFuture = _near().async_save_near(state_dict, url, local, planner=planner, **settings)
         return near
-    wanted = base, frozen, digests
-    make_writer = partial(writer_for, format, max_shard_size, config_from, planner, wanted, url, **settings)
+    of_format = partial(
+        writer_for, format, max_shard_size, config_from, planner, (base, frozen, digests), url
+    )
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
@@ -178,7 +178,7 @@ def async_save(
 
 def _check_local(format: str, *others: object) -> None:
     if format != "ckpt" or any(others):
-        text = "local= goes with none of format=, base=, frozen=, digests= and overwrite="
+        text = "local= goes with none of format= and its options, base=, frozen=, digests= and overwrite="
         raise ConfigurationError(text)
 
 
