@@ -81,11 +81,9 @@ def save(
         ConfigurationError: an argument is wrong, also a base that others may not refer to.
         NotFound, NotCommitted, IntegrityError, ...: the base cannot be opened.
     """
-    of_format = partial(
-        writer_for, format, max_shard_size, config_from, planner, (base, frozen, digests), url
-    )
+    make = partial(writer_for, format, max_shard_size, config_from, planner, (base, frozen, digests), url)
     make_writer = partial(
-        of_format,
+        make,
         storage_options=storage_options,
         overwrite=overwrite,
         threads=threads,
@@ -131,9 +129,8 @@ def async_save(
 ) -> SaveFuture:
     """Copy the state to CPU memory, return, and save the copy in the background as `save` does.
 
-    All arguments but `local` are those of `save`; what is frozen and in the base is not copied. One save runs at a time:
-    a call during an earlier one waits for that first. It is committed when the future's `result()` returns, which raises
-    as `save`; a program that ends waits for it.
+    All arguments but `local` are those of `save`. One save runs at a time: a call during an earlier one waits for that
+    first. It is committed when the future's `result()` returns, which raises as `save`; a program that ends waits for it.
 
     With `local`, a folder of the node's own disk or a `ckpt.LocalTier`, the checkpoint is committed on the nodes' disks
     first (the future's `local`); the next call waits for no more. A process on each node carries it to `url`, also when
@@ -156,9 +153,8 @@ def async_save(
         settings |= {"process_group": process_group, "no_dist": no_dist, "save_options": options}
         near: SaveFuture = _near().async_save_near(state_dict, url, local, planner=planner, **settings)
         return near
-    of_format = partial(
-        writer_for, format, max_shard_size, config_from, planner, (base, frozen, digests), url
-    )
+    make = partial(writer_for, format, max_shard_size, config_from, planner, (base, frozen, digests), url)
+    make_writer = partial(make, **settings)
 
     def prepare() -> Callable[[], Metadata]:
         # In the thread in which all ranks do the same things in the same order.
