@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
 _ROUNDS = 4
 
 
@@ -36,3 +41,20 @@ class Permutation:
                 place ^= place >> self._fold
             if place < self._size:
                 return place
+
+    def many(self, places: Numbers) -> Numbers:
+        """Return the numbers at many places, all of them below the size."""
+        numbers = places.astype(np.uint64)
+        outside = np.arange(len(numbers))
+        while len(outside):
+            numbers[outside] = self._mapped(numbers[outside])
+            outside = outside[numbers[outside] >= self._size]
+        return numbers.astype(np.int64)
+
+    def _mapped(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        mask = np.uint64(self._mask)
+        fold = np.uint64(self._fold)
+        for factor, addend in self._rounds:
+            numbers = (numbers * np.uint64(factor) + np.uint64(addend)) & mask
+            numbers ^= numbers >> fold
+        return numbers

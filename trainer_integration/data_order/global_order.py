@@ -1,0 +1,271 @@
+"""Read sources whose lengths are known in one order for all ranks: that of the numbers of their sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt.errors import ConfigurationError, FormatError
+from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream
+from ckpt.trainer_integration.data_order.permutation import Permutation
+from ckpt.trainer_integration.data_order.plan import Plan, Sample
+from ckpt.trainer_integration.data_order.schedule import Schedule
+from ckpt.trainer_integration.sources import Tokens
+
+_AT_ONCE = 1 << 12
+"""Sequences of all ranks that are planned at a time."""
+
+
+class SourcePosition(NamedTuple):
+    """Where the next sequence of a source begins.
+
+    Attributes:
+        epoch: passes over the source that are complete.
+        tokens: read in the epoch.
+        head, sequence_length: how the epoch is cut (`Cut`); a length of 0: it is not cut yet.
+        sequences: read since the weights last changed.
+    """
+
+    epoch: int = 0
+    tokens: int = 0
+    head: int = 0
+    sequence_length: int = 0
+    sequences: int = 0
+
+
+class _Reader:
+    """The sequences of one source, by number from `start` on."""
+
+    def __init__(self, plan: Plan, name: str, start: SourcePosition, streams: dict[int, EpochStream]) -> None:
+        self._plan, self._name, self._streams = plan, name, streams
+        self._length = plan.sequence_length
+        if start.tokens <= start.head or not start.sequence_length:  # no sequence of the cut was read
+            start = start._replace(head=start.tokens, sequence_length=self._length)
+        self.start = start
+        self._tokens = self._epoch(start.epoch).tokens
+        if not self._tokens:
+            raise ConfigurationError(f"no document of source {name!r} has tokens")
+
+    def remaining(self, epochs: int) -> int:
+        """Count the sequences up to the end of so many epochs."""
+        tokens = (epochs - self.start.epoch) * self._tokens - self.start.tokens
+        return max(0, -(-tokens // self._length))
+
+    def position(self, count: int) -> SourcePosition:
+        """Return where the sequence begins that follows `count` others."""
+        tokens = self.start.tokens + count * self._length
+        if self._plan.epochs is not None and self._plan.options.on_exhausted != "repeat":
+            tokens = min(tokens, (self._plan.epochs - self.start.epoch) * self._tokens)
+        epochs, tokens = divmod(tokens, self._tokens)
+        cut = self._cut(self.start.epoch + epochs)
+        sequences = self.start.sequences + count
+        return SourcePosition(self.start.epoch + epochs, tokens, cut.head, cut.sequence_length, sequences)
+
+    def read(self, number: int) -> Tokens:
+        """Read a sequence; the last one of all epochs can be shorter."""
+        plan = self._plan
+        sequence = np.empty(self._length, plan.sources[self._name].dtype)
+        filled = 0
+        while filled < self._length:
+            epochs, start = divmod(self.start.tokens + number * self._length + filled, self._tokens)
+            epoch = self.start.epoch + epochs
+            if plan.ends_at(epoch):
+                break
+            count = min(self._length - filled, self._tokens - start)
+            for piece in self._epoch(epoch).pieces(self._cut(epoch), start, count):
+                plan.copy(self._name, piece, sequence[filled:])
+                filled += piece.count
+        return sequence[:filled]
+
+    def _cut(self, epoch: int) -> Cut:
+        streams = self._plan.shards if self._plan.seed is not None else 1
+        if epoch == self.start.epoch:
+            return Cut(self.start.head, self.start.sequence_length, streams)
+        begin = self._tokens * (epoch - self.start.epoch)
+        return Cut((self.start.tokens - begin) % self._length, self._length, streams)
+
+    def _epoch(self, epoch: int) -> EpochStream:
+        if epoch not in self._streams:
+            documents = self._plan.sources[self._name].documents
+            key = (self._plan.seed, self._name, "documents", epoch)
+            permutation = None if self._plan.seed is None else Permutation(documents, *key)
+            for other in self._streams.keys() - {epoch - 1}:
+                del self._streams[other]
+            self._streams[epoch] = EpochStream(documents, self._plan.lengths(self._name), permutation)
+        return self._streams[epoch]
+
+
+@dataclass
+class _Base:
+    """Where reading begins: a position of each source, and sequences after it that were read already."""
+
+    positions: dict[str, SourcePosition]
+    ahead: frozenset[int] = frozenset()
+
+
+class GlobalOrder:
+    """The sequences of all sources, numbered: rank r of W reads numbers r, r + W, r + 2W, ...
+
+    Number n of all ranks is the same sequence on any number of ranks. So the state is where each source is, and ranks hold
+    the same one.
+    """
+
+    kind = "global"
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._streams: dict[str, dict[int, EpochStream]] = {name: {} for name in plan.sources}
+        self._begin(_Base({name: SourcePosition() for name in plan.sources}))
+
+    def _begin(self, base: _Base) -> None:
+        self._base = base
+        self._read_to = 0  # turns of this rank, all of which have been used
+        self._read_ahead: set[int] = set()
+        self._readers: dict[str, _Reader] | None = None
+        self._frontier: tuple[int, Schedule] | None = None
+
+    @property
+    def readers(self) -> dict[str, _Reader]:
+        if self._readers is None:
+            names = [name for name, weight in self._plan.weights.items() if weight]
+            begin = self._base.positions
+            self._readers = {
+                name: _Reader(self._plan, name, begin[name], self._streams[name]) for name in names
+            }
+        return self._readers
+
+    def _schedule(self) -> Schedule:
+        plan = self._plan
+        names = [*self.readers]
+        read = [reader.start.sequences for reader in self.readers.values()]
+        limits = None
+        if plan.epochs is not None:
+            limits = [n + r.remaining(plan.epochs) for n, r in zip(read, self.readers.values(), strict=True)]
+        return Schedule([plan.weights[name] for name in names], read, limits, plan.options.on_exhausted)
+
+    def part(self, first: int, step: int) -> dict[str, Any]:
+        """Return where every `step`-th turn of this rank from the `first` on is: plain values, which `note` moves on."""
+        return {"turn": self._read_to + first}
+
+    def note(self, part: dict[str, Any], sample: Sample) -> None:
+        part["turn"] = sample.position[0] + 1
+
+    def samples(self, part: Mapping[str, Any], first: int, step: int) -> Iterator[Sample]:
+        """Read the sequences of a part."""
+        plan = self._plan
+        readers = [*self.readers.values()]
+        turn = part["turn"] + (self._read_to + first - part["turn"]) % step
+        last = 0
+        for start, sources, numbers in self._blocks():
+            end = start + len(sources)
+            while (slot := turn * plan.world_size + plan.rank) < end:
+                if turn not in self._read_ahead and slot not in self._base.ahead:
+                    reader = readers[int(sources[slot - start])]
+                    number = int(numbers[slot - start]) - reader.start.sequences
+                    yield Sample(int(sources[slot - start]), (turn,), reader.read(number))
+                turn += step
+            last = end
+        if (
+            turn * plan.world_size < last
+        ):  # other ranks have one more sequence: all make the same number of steps
+            yield Sample(0, (turn,), np.empty(0, np.int64), is_filler=True)
+
+    def _blocks(self) -> Iterator[tuple[int, Any, Any]]:
+        """Yield the first number of some sequences of all ranks, their sources and their numbers there."""
+        schedule = self._schedule()
+        start = 0
+        while True:
+            sources, numbers = schedule.take(max(_AT_ONCE, self._plan.world_size))
+            yield start, sources, numbers
+            if not len(sources):
+                return
+            start += len(sources)
+
+    def joined(self, streams: Sequence[Iterator[Sample]]) -> Iterator[Sample]:
+        """Yield the samples of all parts in the order of their turns."""
+        number = 0
+        waiting: list[Sample | None] = [next(stream, None) for stream in streams]
+        while any(sample is not None for sample in waiting):
+            turns = [sample.position[0] if sample is not None else None for sample in waiting]
+            number = min((turn, at) for at, turn in enumerate(turns) if turn is not None)[1]
+            sample = waiting[number]
+            assert sample is not None
+            yield sample
+            waiting[number] = next(streams[number], None)
+
+    # -- the state -------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Begin an iteration: turns are counted from where this rank has read to."""
+        self._begin(_Base(self._positions(), frozenset(self._ahead())))
+
+    def record(self, moves: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Note turns of this rank that were used."""
+        self._read_ahead |= {int(position[0]) for _, position in moves}
+        while self._read_to in self._read_ahead:
+            self._read_ahead.remove(self._read_to)
+            self._read_to += 1
+
+    @property
+    def epoch(self) -> int:
+        return min(position.epoch for position in self._positions().values())
+
+    def state(self) -> dict[str, Any]:
+        ahead = self._ahead()
+        positions = {name: torch.tensor(each, dtype=torch.int64) for name, each in self._positions().items()}
+        return {"positions": positions, "ahead": torch.tensor(sorted(ahead), dtype=torch.int64)}
+
+    def _ahead(self) -> set[int]:
+        """Return which sequences of all ranks were read after some that were not, counted from these on."""
+        size = self._plan.world_size
+        begin = self._read_to * size
+        ahead = {turn * size + rank - begin for turn in self._read_ahead for rank in range(size)}
+        return ahead | {slot - begin for slot in self._base.ahead if slot >= begin}
+
+    def _positions(self) -> dict[str, SourcePosition]:
+        done, schedule = self._frontier or (0, self._schedule())
+        slots = self._read_to * self._plan.world_size
+        while done < slots and len(taken := schedule.take(slots - done)[0]):
+            done += len(taken)
+        self._frontier = slots, schedule
+        positions = dict(self._base.positions)
+        for (name, reader), read in zip(self.readers.items(), schedule.read, strict=True):
+            positions[name] = reader.position(read - reader.start.sequences)
+        return positions
+
+    def load(self, state: Mapping[str, Any], *, is_same_mix: bool) -> None:
+        """Go on from `state`. `is_same_mix`: it has these sources, with these weights.
+
+        Raises FormatError if it is no state, ConfigurationError if it cannot be gone on with.
+        """
+        positions = {name: _position(state, name) for name in self._plan.sources}
+        ahead = frozenset(torch.as_tensor(state["ahead"], dtype=torch.int64).reshape(-1).tolist())
+        if not is_same_mix:
+            positions = {name: position._replace(sequences=0) for name, position in positions.items()}
+        lengths = {position.sequence_length for position in positions.values()} - {
+            0,
+            self._plan.sequence_length,
+        }
+        if ahead and (lengths or not is_same_mix):
+            raise ConfigurationError(
+                "the state is of several workers of torch's loader, some of which had read further than others: resume "
+                "it once with the same sequence_length, sources and weights"
+            )
+        self._begin(_Base(positions, ahead))
+
+
+def _position(state: Mapping[str, Any], name: str) -> SourcePosition:
+    if name not in state["positions"]:
+        return SourcePosition()
+    try:
+        values = torch.as_tensor(state["positions"][name], dtype=torch.int64)
+        position = SourcePosition(*values.reshape(5).tolist())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(f"loader state of source {name!r}: not a position ({error})") from error
+    if min(position) < 0:
+        raise FormatError(f"loader state of source {name!r}: impossible {position}")
+    return position
