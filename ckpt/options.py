@@ -126,7 +126,9 @@ class DataOptions:
         check_choice("positions", self.positions, True, False)
         skipped = self.skip_bad_documents
         if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
-            raise ConfigurationError(f"skip_bad_documents must be a number of documents, not {skipped!r:.100}")
+            raise ConfigurationError(
+                f"skip_bad_documents must be a number of documents, not {skipped!r:.100}"
+            )
 
 
 def check_options(name: str, value: object, kind: type) -> None:

@@ -55,6 +55,9 @@ class RescalableLoader:
             raise ConfigurationError(
                 "batch_size, prefetch_factor and timeout_s must be positive, num_workers not negative"
             )
+        parts = dataset.positions.order.parts
+        if parts is not None and num_workers > parts:
+            raise ConfigurationError(f"this rank has {parts} shards, too few for {num_workers} workers")
         self.dataset, self.batch_size, self._num_workers = dataset, batch_size, num_workers
         self._pin_memory = pin_memory
         self._worker_options: dict[str, Any] = {

@@ -147,6 +147,9 @@ class GlobalOrder:
             limits = [n + r.remaining(plan.epochs) for n, r in zip(read, self.readers.values(), strict=True)]
         return Schedule([plan.weights[name] for name in names], read, limits, plan.options.on_exhausted)
 
+    parts: int | None = None
+    """Any number can read at the same time."""
+
     def part(self, first: int, step: int) -> dict[str, Any]:
         """Return where every `step`-th turn of this rank from the `first` on is: plain values, which `note` moves on."""
         return {"turn": self._read_to + first}

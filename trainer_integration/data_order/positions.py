@@ -96,7 +96,11 @@ class Positions:
         Raises ConfigurationError if it is of other data, FormatError if it is none of `state_dict`.
         """
         saved = self._saved_settings(state)
-        kinds: dict[Any, type[GlobalOrder | ShardOrder]] = {"global": GlobalOrder, "shards": ShardOrder, "ranges": ContiguousOrder}
+        kinds: dict[Any, type[GlobalOrder | ShardOrder]] = {
+            "global": GlobalOrder,
+            "shards": ShardOrder,
+            "ranges": ContiguousOrder,
+        }
         kind = "ranges" if saved.get("version") == 1 else saved.get("order")
         if kind not in kinds:
             raise FormatError(

@@ -51,6 +51,11 @@ class ShardOrder:
             for shard in range(self._plan.rank, total, self._plan.world_size):
                 yield number * self._plan.shards + shard, Shard(name, shard, total)
 
+    @property
+    def parts(self) -> int | None:
+        """The most parts in which this rank can read."""
+        return len(self.shards)
+
     def part(self, first: int, step: int) -> dict[str, Any]:
         """Return where every `step`-th shard of this rank from the `first` on is: plain values, which `note` moves on."""
         return {str(index): [*self.positions[index]] for index in [*self.shards][first::step]}

@@ -97,11 +97,7 @@ def _edges(source: Source, total: int) -> list[int]:
     """Cut blocks further, if there are fewer than shards."""
     whole = [0, *source.cuts(0, source.documents), source.documents]
     parts = -(-total // (len(whole) - 1))
-    edges = [
-        begin + (end - begin) * part // parts
-        for begin, end in pairwise(whole)
-        for part in range(parts)
-    ]
+    edges = [begin + (end - begin) * part // parts for begin, end in pairwise(whole) for part in range(parts)]
     return sorted({*edges, source.documents})
 
 
