@@ -155,6 +155,10 @@ class _Batches:
     def __iter__(self) -> _Batches:
         return self
 
+    def close(self) -> None:
+        """End the workers."""
+        self._samples = iter(())
+
     def __next__(self) -> Any:
         positions = self._loader.dataset.positions
         while True:

@@ -95,9 +95,10 @@ class ParquetFiles(Source):
             tokens: Tokens = as_tokens(value.values.to_numpy(zero_copy_only=False), self.dtype).copy()
         except Exception as error:
             path, number = self._groups[group]
-            raise FormatError(
-                f"{path}, row group {number}, row {row}: {type(error).__name__}: {error}"
-            ) from error
+            where = f"{path}, row group {number}, row {row}"
+            if isinstance(error, ConfigurationError):
+                raise ConfigurationError(f"{where}: {error.message}") from None
+            raise FormatError(f"{where}: {type(error).__name__}: {error}") from error
         return tokens
 
     def _rows_of(self, group: int) -> Any:

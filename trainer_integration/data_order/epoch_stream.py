@@ -20,11 +20,11 @@ Lengths = Callable[[Numbers], Numbers]
 
 
 class Piece(NamedTuple):
-    """Tokens of a document, its delimiters included: `count` of them from `offset` on."""
+    """Tokens of a document, its delimiters included: so many from `offset` on."""
 
     document: int
     offset: int
-    count: int
+    tokens: int
 
 
 class Cut(NamedTuple):

@@ -78,7 +78,7 @@ class _Reader:
             count = min(self._length - filled, self._tokens - start)
             for piece in self._epoch(epoch).pieces(self._cut(epoch), start, count):
                 plan.copy(self._name, piece, sequence[filled:])
-                filled += piece.count
+                filled += piece.tokens
         return sequence[:filled]
 
     def _cut(self, epoch: int) -> Cut:
@@ -101,17 +101,22 @@ class _Reader:
 
 @dataclass
 class _Base:
-    """Where reading begins: a position of each source, and sequences after it that were read already."""
+    """Where reading begins: a position of each source, and sequences from it on that were read already, by number.
+
+    Attributes:
+        turns: of each rank between the last load and here.
+    """
 
     positions: dict[str, SourcePosition]
     ahead: frozenset[int] = frozenset()
+    turns: int = 0
 
 
 class GlobalOrder:
     """The sequences of all sources, numbered: rank r of W reads numbers r, r + W, r + 2W, ...
 
-    Number n of all ranks is the same sequence on any number of ranks. So the state is where each source is, and ranks hold
-    the same one.
+    Number n of all ranks is the same sequence on any number of ranks. So the state is where each source is, and how many
+    turns each rank had: ranks need not be in step.
     """
 
     kind = "global"
@@ -127,6 +132,7 @@ class GlobalOrder:
         self._read_ahead: set[int] = set()
         self._readers: dict[str, _Reader] | None = None
         self._frontier: tuple[int, Schedule] | None = None
+        self._move()
 
     @property
     def readers(self) -> dict[str, _Reader]:
@@ -204,13 +210,19 @@ class GlobalOrder:
 
     def restart(self) -> None:
         """Begin an iteration: turns are counted from where this rank has read to."""
-        self._begin(_Base(self._positions(), frozenset(self._ahead())))
+        turns = self._base.turns + self._read_to
+        self._begin(_Base(self._positions(), frozenset(self._ahead()), turns))
 
     def record(self, moves: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Note turns of this rank that were used."""
         self._read_ahead |= {int(position[0]) for _, position in moves}
-        while self._read_to in self._read_ahead:
-            self._read_ahead.remove(self._read_to)
+        self._move()
+
+    def _move(self) -> None:
+        """Go on to the first turn whose sequence was not read."""
+        size, rank = self._plan.world_size, self._plan.rank
+        while self._read_to in self._read_ahead or self._read_to * size + rank in self._base.ahead:
+            self._read_ahead.discard(self._read_to)
             self._read_to += 1
 
     @property
@@ -218,57 +230,98 @@ class GlobalOrder:
         return min(position.epoch for position in self._positions().values())
 
     def state(self) -> dict[str, Any]:
-        ahead = self._ahead()
-        positions = {name: torch.tensor(each, dtype=torch.int64) for name, each in self._positions().items()}
-        return {"positions": positions, "ahead": torch.tensor(sorted(ahead), dtype=torch.int64)}
+        """Return one tensor of int64: this rank's turns, how many sequences it read ahead, these, and all positions."""
+        plan = self._plan
+        ahead = sorted(self._ahead())
+        positions = self._positions()
+        values = [self._base.turns + self._read_to, len(ahead), *ahead]
+        for name in sorted(positions):
+            values += positions[name]
+        own = f"{plan.rank:05d}-of-{plan.world_size:05d}"
+        return {"ranks": {own: torch.tensor(values, dtype=torch.int64)}}
 
     def _ahead(self) -> set[int]:
-        """Return which sequences of all ranks were read after some that were not, counted from these on."""
-        size = self._plan.world_size
+        """Return which of its sequences this rank has read after some that it has not, counted from these on."""
+        size, rank = self._plan.world_size, self._plan.rank
         begin = self._read_to * size
-        ahead = {turn * size + rank - begin for turn in self._read_ahead for rank in range(size)}
-        return ahead | {slot - begin for slot in self._base.ahead if slot >= begin}
+        ahead = {turn * size + rank - begin for turn in self._read_ahead}
+        return ahead | {slot - begin for slot in self._base.ahead if slot >= begin and slot % size == rank}
 
     def _positions(self) -> dict[str, SourcePosition]:
         done, schedule = self._frontier or (0, self._schedule())
         slots = self._read_to * self._plan.world_size
-        while done < slots and len(taken := schedule.take(slots - done)[0]):
-            done += len(taken)
+        if slots > done:
+            schedule.skip(slots - done)
         self._frontier = slots, schedule
         positions = dict(self._base.positions)
         for (name, reader), read in zip(self.readers.items(), schedule.read, strict=True):
             positions[name] = reader.position(read - reader.start.sequences)
         return positions
 
-    def load(self, state: Mapping[str, Any], *, is_same_mix: bool) -> None:
-        """Go on from `state`. `is_same_mix`: it has these sources, with these weights.
+    def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
+        """Go on from `state`, which was saved with the settings `saved`. `is_same_mix`: sources and weights are the same.
 
         Raises FormatError if it is no state, ConfigurationError if it cannot be gone on with.
         """
-        positions = {name: _position(state, name) for name in self._plan.sources}
-        ahead = frozenset(torch.as_tensor(state["ahead"], dtype=torch.int64).reshape(-1).tolist())
+        positions, ahead = _united(state, sorted(saved["sources"]))
+        here = {name: positions.get(name, SourcePosition()) for name in self._plan.sources}
         if not is_same_mix:
-            positions = {name: position._replace(sequences=0) for name, position in positions.items()}
-        lengths = {position.sequence_length for position in positions.values()} - {
-            0,
-            self._plan.sequence_length,
-        }
-        if ahead and (lengths or not is_same_mix):
+            here = {name: position._replace(sequences=0) for name, position in here.items()}
+        if ahead and (not is_same_mix or saved.get("sequence_length") != self._plan.sequence_length):
             raise ConfigurationError(
-                "the state is of several workers of torch's loader, some of which had read further than others: resume "
-                "it once with the same sequence_length, sources and weights"
+                "the state was saved when some ranks or workers had read further than others: resume it once with the same "
+                "sequence_length, sources and weights"
             )
-        self._begin(_Base(positions, ahead))
+        self._begin(_Base(here, ahead))
 
 
-def _position(state: Mapping[str, Any], name: str) -> SourcePosition:
-    if name not in state["positions"]:
-        return SourcePosition()
+@dataclass
+class _OfRank:
+    """What one rank has saved."""
+
+    rank: int
+    turns: int
+    ahead: list[int]
+    positions: dict[str, SourcePosition]
+
+
+def _united(
+    state: Mapping[str, Any], names: Sequence[str]
+) -> tuple[dict[str, SourcePosition], frozenset[int]]:
+    """Return where all ranks have read to, and the sequences that some have read from there on.
+
+    A rank whose state is not there is where the first one is.
+    """
+    saved: list[_OfRank] = []
+    size = 0
     try:
-        values = torch.as_tensor(state["positions"][name], dtype=torch.int64)
-        position = SourcePosition(*values.reshape(5).tolist())
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FormatError(f"loader state of source {name!r}: not a position ({error})") from error
-    if min(position) < 0:
-        raise FormatError(f"loader state of source {name!r}: impossible {position}")
-    return position
+        for key, values in state["ranks"].items():
+            rank, size = (int(number) for number in key.split("-of-"))
+            saved.append(_of_rank(rank, values, names))
+        first = saved[0]
+        known = {each.rank for each in saved}
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(f"the loader's state is not of ranks ({type(error).__name__}: {error})") from error
+    for rank in set(range(size)) - known:
+        ahead = [slot - first.rank + rank for slot in first.ahead]
+        saved.append(_OfRank(rank, first.turns, ahead, first.positions))
+    last = min(saved, key=lambda each: each.turns)
+    read: set[int] = set()
+    for each in saved:
+        further = each.turns - last.turns
+        read |= {turn * size + each.rank for turn in range(further)}
+        read |= {slot + further * size for slot in each.ahead}
+    return last.positions, frozenset(read)
+
+
+def _of_rank(rank: int, values: Any, names: Sequence[str]) -> _OfRank:
+    turns, count, *rest = torch.as_tensor(values, dtype=torch.int64).reshape(-1).tolist()
+    rows = rest[count:]
+    width = len(SourcePosition._fields)
+    if min(turns, count) < 0 or len(rows) != width * len(names):
+        raise FormatError(f"loader state of rank {rank}: {len(rows)} numbers for {len(names)} sources")
+    positions = {name: SourcePosition(*rows[width * at : width * (at + 1)]) for at, name in enumerate(names)}
+    for name, position in positions.items():
+        if min(position) < 0:
+            raise FormatError(f"loader state of source {name!r}: impossible {position}")
+    return _OfRank(rank, turns, rest[:count], positions)

@@ -20,7 +20,7 @@ class Permutation:
     again until it does not: less than twice on average.
     """
 
-    def __init__(self, size: int, *key: int | str) -> None:
+    def __init__(self, size: int, *key: int | str | None) -> None:
         self._size = size
         bits = max(1, (size - 1).bit_length())
         self._mask, self._fold = (1 << bits) - 1, (bits + 1) // 2

@@ -75,14 +75,7 @@ class Plan:
 
     def lengths(self, name: str) -> Lengths:
         """Return the lengths of a source's documents with their delimiters."""
-        more = sum(map(len, self._around[name]))
-
-        def with_delimiters(documents: Numbers) -> Numbers:
-            lengths = self.sources[name].lengths(documents)
-            assert lengths is not None
-            return lengths + more
-
-        return with_delimiters
+        return _Lengths(self.sources[name], sum(map(len, self._around[name])))
 
     def documents(self, name: str) -> str:
         return f"{self.sources[name].documents} documents"
@@ -124,13 +117,25 @@ class Plan:
     def copy(self, name: str, piece: Piece, room: Tokens) -> None:
         """Copy a piece of a document into the begin of `room`. Raises FormatError also if the document is shorter."""
         parts = self.document(name, piece.document)
-        if piece.offset + piece.count > sum(map(len, parts)):
+        if piece.offset + piece.tokens > sum(map(len, parts)):
             raise FormatError(
                 f"source {name!r}, document {piece.document} has {len(parts[1])} tokens, fewer than its source says"
             )
-        copy_parts(parts, piece.offset, room[: piece.count])
-        if piece.offset + piece.count == sum(map(len, parts)):
+        copy_parts(parts, piece.offset, room[: piece.tokens])
+        if piece.offset + piece.tokens == sum(map(len, parts)):
             self.sources[name].finished(piece.document)
+
+
+class _Lengths:
+    """The lengths of a source's documents with their delimiters; it pickles with its source."""
+
+    def __init__(self, source: Source, delimiters: int) -> None:
+        self._source, self._delimiters = source, delimiters
+
+    def __call__(self, documents: Numbers) -> Numbers:
+        lengths = self._source.lengths(documents)
+        assert lengths is not None
+        return lengths + self._delimiters
 
 
 def copy_parts(parts: tuple[Tokens, ...], start: int, room: Tokens) -> int:

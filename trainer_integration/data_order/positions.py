@@ -76,7 +76,7 @@ class Positions:
         sources = {name: f"{plan.documents(name)}, {plan.content(name)}" for name in plan.sources}
         return {
             "version": _VERSION, "order": self.order.kind, "sources": sources,
-            "weights": plan.weights, **self._fixed(),
+            "weights": plan.weights, "sequence_length": plan.sequence_length, **self._fixed(),
         }  # fmt: skip
 
     def _fixed(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Positions:
         order = self.order if self.order.kind == kind else kinds[kind](self._plan)
         self._check(saved, order)
         is_same_mix = saved.get("weights") == json.loads(json.dumps(self._plan.weights))
-        order.load(state, is_same_mix=is_same_mix)
+        order.load(state, saved=saved, is_same_mix=is_same_mix)
         self.order = order
         self.generation += 1
 

@@ -69,3 +69,21 @@ class Schedule:
         for source, taken in enumerate(np.bincount(chosen[order], minlength=len(self._weights)).tolist()):
             self.read[source] += taken
         return chosen[order], places[order]
+
+    def skip(self, count: int) -> None:
+        """Go past the next sequences, however many: most of them at once."""
+        wanted = sum(self.read) + count
+        low, high = 0.0, 2 * (wanted + len(self._weights)) / min(weight for weight in self._weights if weight)
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(self._read_at(middle)) <= wanted else (low, middle)
+        self.read = self._read_at(low)
+        self.take(wanted - sum(self.read))
+
+    def _read_at(self, due: float) -> list[int]:
+        """Count the sequences of each source that are due before a moment, at least those that were read."""
+        before = (max(0, math.ceil(min(due, self._last_due) * weight - 0.5)) for weight in self._weights)
+        return [
+            int(max(read, min(limit, count)))
+            for read, limit, count in zip(self.read, self._limits, before, strict=True)
+        ]

@@ -174,7 +174,7 @@ class ShardOrder:
             "positions": {name: {own: torch.tensor(each, dtype=torch.int64)} for name, each in rows.items()}
         }
 
-    def load(self, state: Mapping[str, Any], *, is_same_mix: bool) -> None:
+    def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
         """Go on from `state`, which holds at least this rank's shards. Raises FormatError if it is no state."""
         stored = {name: _rows(name, of_ranks) for name, of_ranks in state["positions"].items()}
         for index, shard in self.shards.items():
@@ -230,7 +230,7 @@ class ContiguousOrder(ShardOrder):
             shards.setdefault(shard.source_name, {})[f"{shard.number:06d}"] = values
         return {"shards": shards}
 
-    def load(self, state: Mapping[str, Any], *, is_same_mix: bool) -> None:
+    def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
         for index, shard in self.shards.items():
             where = f"loader state of source {shard.source_name!r}, shard {shard.number}"
             try:

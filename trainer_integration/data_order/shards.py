@@ -165,7 +165,7 @@ class Cursor:
         except FormatError as error:
             if not self._plan.skips(error):
                 raise
-            parts = ()
+            parts = (np.empty(0, room.dtype),) * 3
             self._offset = 0
         length = sum(map(len, parts))
         if self._offset > length:
