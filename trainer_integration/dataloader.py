@@ -112,7 +112,7 @@ class RescalableLoader:
         used = [sample for sample in batch if len(sample.tokens) or sample.is_filler]
         if not used:
             return None
-        tokens = self._pinned(np.stack([self.dataset.padded(sample.tokens) for sample in used]))
+        tokens = self._pinned(self.dataset.rows([sample.tokens for sample in used]))
         if not self.dataset.options.positions:
             return tokens
         shards = torch.tensor([sample.shard for sample in batch])

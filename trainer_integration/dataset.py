@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,11 +97,14 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         order = self.positions.order
         return order.samples(order.part(first, step), first, step)
 
-    def padded(self, tokens: Tokens) -> Tokens:
-        """Convert `tokens` to int64, filled up to a whole sequence."""
-        row = np.full(self.sequence_length, self._pad_token or 0, np.int64)
-        row[: len(tokens)] = tokens
-        return row
+    def rows(self, sequences: Sequence[Tokens]) -> Tokens:
+        """Make rows of int64, filled up to whole sequences."""
+        rows = np.empty((len(sequences), self.sequence_length), np.int64)
+        for row, tokens in zip(rows, sequences, strict=True):
+            row[: len(tokens)] = tokens
+            if len(tokens) < self.sequence_length:
+                row[len(tokens) :] = self._pad_token or 0
+        return rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
@@ -130,7 +133,7 @@ class _TorchSamples(Iterator[dict[str, Any]]):
                 if len(sample.tokens):
                     numbers = np.array(sample.position, np.int64)
                     return {
-                        "tokens": self._dataset.padded(sample.tokens),
+                        "tokens": self._dataset.rows([sample.tokens])[0],
                         "shard": sample.shard,
                         "position": numbers,
                     }

@@ -43,6 +43,7 @@ class _Reader:
     def __init__(self, plan: Plan, name: str, start: SourcePosition, streams: dict[int, EpochStream]) -> None:
         self._plan, self._name, self._streams = plan, name, streams
         self._length = plan.sequence_length
+        self._cuts: dict[int, Cut] = {}
         if start.tokens <= start.head or not start.sequence_length:  # no sequence of the cut was read
             start = start._replace(head=start.tokens, sequence_length=self._length)
         self.start = start
@@ -82,6 +83,11 @@ class _Reader:
         return sequence[:filled]
 
     def _cut(self, epoch: int) -> Cut:
+        if epoch not in self._cuts:
+            self._cuts = {epoch: self._made_cut(epoch)}
+        return self._cuts[epoch]
+
+    def _made_cut(self, epoch: int) -> Cut:
         streams = self._plan.shards if self._plan.seed is not None else 1
         if epoch == self.start.epoch:
             return Cut(self.start.head, self.start.sequence_length, streams)

@@ -116,13 +116,18 @@ class Plan:
 
     def copy(self, name: str, piece: Piece, room: Tokens) -> None:
         """Copy a piece of a document into the begin of `room`. Raises FormatError also if the document is shorter."""
-        parts = self.document(name, piece.document)
-        if piece.offset + piece.tokens > sum(map(len, parts)):
+        before, tokens, after = parts = self.document(name, piece.document)
+        start = piece.offset - len(before)
+        stop = start + piece.tokens
+        if start >= 0 and stop < len(tokens):  # most pieces, and fast
+            room[: piece.tokens] = tokens[start:stop]
+            return
+        if stop > len(tokens) + len(after):
             raise FormatError(
-                f"source {name!r}, document {piece.document} has {len(parts[1])} tokens, fewer than its source says"
+                f"source {name!r}, document {piece.document} has {len(tokens)} tokens, fewer than its source says"
             )
         copy_parts(parts, piece.offset, room[: piece.tokens])
-        if piece.offset + piece.tokens == sum(map(len, parts)):
+        if stop == len(tokens) + len(after):
             self.sources[name].finished(piece.document)
 
 
@@ -141,9 +146,14 @@ class _Lengths:
 def copy_parts(parts: tuple[Tokens, ...], start: int, room: Tokens) -> int:
     """Fill `room` with the tokens of all parts from `start` on; return how many there were."""
     copied = 0
+    size = len(room)
     for part in parts:
-        tokens = part[start : start + len(room) - copied]
-        room[copied : copied + len(tokens)] = tokens
-        copied += len(tokens)
-        start = max(0, start - len(part))
+        length = len(part)
+        if start < length and copied < size:
+            count = min(length - start, size - copied)
+            room[copied : copied + count] = part[start : start + count]
+            copied += count
+            start = 0
+        elif start >= length:
+            start -= length
     return copied
