@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -131,14 +130,15 @@ class RescalableLoader:
         if not self._num_workers:
             return self.dataset.samples()
         isolate_children()
-        streams = [self._stream(number) for number in range(self._num_workers)]
-        return self.dataset.positions.order.joined(streams)
+        order = self.dataset.positions.order
+        taken = [order.taken() for _ in range(self._num_workers)]
+        return order.joined([self._stream(number, each) for number, each in enumerate(taken)], taken)
 
-    def _stream(self, number: int) -> Iterator[Sample]:
+    def _stream(self, number: int, taken: torch.Tensor | None) -> Iterator[Sample]:
         # torch would draw seeds from the trainer's generator, once more in a resumed run.
         seeds = torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
         # One loader for each worker: one loader of many workers would have an order of its own.
-        part = _WorkerPart(self.dataset, number, self._num_workers)
+        part = _WorkerPart(self.dataset, number, self._num_workers, taken)
         loader: DataLoader[Sample] = DataLoader(part, generator=seeds, **self._worker_options)
         return _FromWorker(iter(loader), number)
 
@@ -184,12 +184,14 @@ class _Batches:
 class _WorkerPart(IterableDataset[Sample]):
     """Read the part of one worker."""
 
-    def __init__(self, dataset: ShardedDataset, number: int, workers: int) -> None:
+    def __init__(
+        self, dataset: ShardedDataset, number: int, workers: int, taken: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
-        self._dataset, self._number, self._workers = dataset, number, workers
+        self._dataset, self._number, self._workers, self._taken = dataset, number, workers, taken
 
     def __iter__(self) -> Iterator[Sample]:
-        return self._dataset.samples(self._number, self._workers)
+        return self._dataset.samples(self._number, self._workers, self._taken)
 
 
 class _FromWorker(Iterator[Sample]):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -92,10 +93,10 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         self._agreement.check(self.positions.settings())
         self.positions.restart()
 
-    def samples(self, first: int = 0, step: int = 1) -> Iterator[Sample]:
+    def samples(self, first: int = 0, step: int = 1, taken: torch.Tensor | None = None) -> Iterator[Sample]:
         """Read this rank's sequences: every `step`-th part of them from the `first` on, in turn."""
         order = self.positions.order
-        return order.samples(order.part(first, step), first, step)
+        return order.samples(order.part(first, step), first, step, taken)
 
     def rows(self, sequences: Sequence[Tokens]) -> Tokens:
         """Make rows of int64, filled up to whole sequences."""

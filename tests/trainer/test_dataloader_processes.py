@@ -82,6 +82,32 @@ def test_the_order_does_not_depend_on_workers(file: Path, workers: int) -> None:
     assert begun + rows(second, 13) == whole
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_several_sources_of_unknown_lengths_have_one_order(workers: int) -> None:
+    """Though what a worker reads of each source is not what the other workers read."""
+    rng = np.random.default_rng(0)
+    lengths = [rng.lognormal(3, 1, 60).astype(int) for _ in range(3)]
+    sources = {
+        str(at): MapSource([[at] * n for n in each], tokenize=_same) for at, each in enumerate(lengths)
+    }
+
+    def loader(count: int) -> RescalableLoader:
+        weights = {"0": 5, "1": 1, "2": 0.2}
+        dataset = ShardedDataset(sources, weights=weights, shards=12, sequence_length=16)
+        return RescalableLoader(dataset, batch_size=4, num_workers=count, multiprocessing_context=FORK)
+
+    whole = rows(loader(0), 60)
+    first = loader(workers)
+    begun = rows(first, 20)
+    second = loader(2)
+    second.load_state_dict(first.state_dict())
+    assert begun + rows(second, 40) == whole
+
+
+def _same(tokens: Any) -> Any:
+    return tokens
+
+
 def test_what_a_worker_gets_can_be_sent_to_it(file: Path) -> None:
     dataset = dataset_of(file)
     worker = _WorkerPart(dataset, 0, 1)
@@ -109,7 +135,7 @@ def test_reading_draws_none_of_the_trainer_s_random_numbers(file: Path) -> None:
 
 
 def test_workers_end_with_their_iteration(file: Path) -> None:
-    batches = iter(loader_of(file, 2))
+    batches: Any = iter(loader_of(file, 2))
     next(batches)
     children = multiprocessing.active_children()
     assert len(children) == 2

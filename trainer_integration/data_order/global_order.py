@@ -169,7 +169,13 @@ class GlobalOrder:
     def note(self, part: dict[str, Any], sample: Sample) -> None:
         part["turn"] = sample.position[0] + 1
 
-    def samples(self, part: Mapping[str, Any], first: int, step: int) -> Iterator[Sample]:
+    def taken(self) -> torch.Tensor | None:
+        """Workers read in the order of all: none has to know what was taken."""
+        return None
+
+    def samples(
+        self, part: Mapping[str, Any], first: int, step: int, taken: torch.Tensor | None = None
+    ) -> Iterator[Sample]:
         """Read the sequences of a part."""
         plan = self._plan
         readers = [*self.readers.values()]
@@ -200,7 +206,9 @@ class GlobalOrder:
                 return
             start += len(sources)
 
-    def joined(self, streams: Sequence[Iterator[Sample]]) -> Iterator[Sample]:
+    def joined(
+        self, streams: Sequence[Iterator[Sample]], taken: Sequence[torch.Tensor | None]
+    ) -> Iterator[Sample]:
         """Yield the samples of all parts in the order of their turns."""
         number = 0
         waiting: list[Sample | None] = [next(stream, None) for stream in streams]

@@ -63,8 +63,16 @@ class ShardOrder:
     def note(self, part: dict[str, Any], sample: Sample) -> None:
         part[str(sample.shard)] = [*sample.position]
 
-    def samples(self, part: Mapping[str, Any], first: int, step: int) -> Iterator[Sample]:
-        """Read the sequences of a part, its shards in turn."""
+    def taken(self) -> torch.Tensor | None:
+        """Make a counter, for a worker, of the sequences of each source that were taken from it."""
+        taken = torch.zeros(len(self._plan.sources), dtype=torch.int64)
+        taken.share_memory_()  # type: ignore[no-untyped-call]
+        return taken
+
+    def samples(
+        self, part: Mapping[str, Any], first: int, step: int, taken: torch.Tensor | None = None
+    ) -> Iterator[Sample]:
+        """Read the sequences of a part, its shards in turn; of the source of which least is waiting, if `taken` counts."""
         positions = {int(index): Position(*position) for index, position in part.items()}
         cursors = {index: self._cursor(index, position) for index, position in positions.items()}
 
@@ -72,10 +80,13 @@ class ShardOrder:
             tokens = cursors[index].take(self._plan.sequence_length)
             return Sample(index, cursors[index].position, tokens)
 
-        return self.in_turn(positions, read)
+        return self.in_turn(positions, read, taken)
 
-    def joined(self, streams: Sequence[Iterator[Sample]]) -> Iterator[Sample]:
+    def joined(
+        self, streams: Sequence[Iterator[Sample]], taken: Sequence[torch.Tensor | None]
+    ) -> Iterator[Sample]:
         """Yield the samples of all parts, each of some of the shards, in the order of all of them."""
+        numbers = {name: number for number, name in enumerate(self._plan.sources)}
         indices = [*self.shards]
         stream_of = {index: number % len(streams) for number, index in enumerate(indices)}
         early: dict[tuple[int, str], deque[Sample]] = defaultdict(deque)
@@ -91,6 +102,9 @@ class ShardOrder:
                     )
                 early[number, self.shards[sample.shard].source_name].append(sample)
             sample = early[number, name].popleft()
+            counter = taken[number]
+            assert counter is not None
+            counter[numbers[name]] += 1
             if sample.shard != index:
                 raise CheckpointError(
                     f"the worker {number} that reads data returned no sample of shard {index}"
@@ -103,13 +117,20 @@ class ShardOrder:
         shard = self.shards[index]
         return Cursor(self._plan, shard, self._sources[shard.source_name], position)
 
-    def in_turn(self, positions: Mapping[int, Position], read: Callable[[int], Sample]) -> Iterator[Sample]:
+    def in_turn(
+        self,
+        positions: Mapping[int, Position],
+        read: Callable[[int], Sample],
+        taken: torch.Tensor | None = None,
+    ) -> Iterator[Sample]:
         """Yield the samples that `read` returns of shards."""
         plan = self._plan
+        numbers = {name: number for number, name in enumerate(plan.sources)}
         waiting: dict[str, list[tuple[float, int]]] = {
             name: [] for name, weight in plan.weights.items() if weight
         }
         counts = dict.fromkeys(waiting, 0)
+        begun = dict.fromkeys(waiting, 0)
         positions = {
             index: at for index, at in positions.items() if self.shards[index].source_name in waiting
         }
@@ -127,9 +148,13 @@ class ShardOrder:
             left = {name for name, shards in waiting.items() if shards}
             if not left or (plan.options.on_exhausted == "stop" and len(left) < len(waiting)):
                 return
-            name = min(left, key=lambda name: ((counts[name] + 0.5) / plan.weights[name], name))
+            waits = counts
+            if taken is not None:
+                waits = {name: begun[name] - int(taken[numbers[name]]) for name in left}
+            name = min(left, key=lambda name: ((waits[name] + 0.5) / plan.weights[name], name))
             sample = read(heapq.heappop(waiting[name])[1])
             counts[name] += 1
+            begun[name] += 1
             position = Position(*sample.position)
             behind -= epochs[sample.shard] < (plan.epochs or 0) <= position.epoch
             epochs[sample.shard] = position.epoch
@@ -207,7 +232,12 @@ class ContiguousOrder(ShardOrder):
             )
         return self._plan.shards
 
-    def in_turn(self, positions: Mapping[int, Position], read: Callable[[int], Sample]) -> Iterator[Sample]:
+    def in_turn(
+        self,
+        positions: Mapping[int, Position],
+        read: Callable[[int], Sample],
+        taken: torch.Tensor | None = None,
+    ) -> Iterator[Sample]:
         waiting: list[tuple[float, int]] = []
 
         def wait(index: int, position: Position) -> None:
