@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +14,19 @@ from ckpt.trainer_integration.data_order.plan import Plan, Sample
 from ckpt.trainer_integration.data_order.shards import ContiguousShards, Cursor, DealtShards, Position, Shard
 
 _FIELDS = len(Position._fields)
+_LANES = 16
+"""Shards of a source that a rank reads at a time."""
 
 
 class ShardOrder:
     """Rank r of W reads shards r, r + W, r + 2W, ... of each source; their positions are the state.
 
-    The next source is the one that is furthest behind its weight, and of its shards the one of which the least share is
-    read. So any subset of a source's shards, read on its own, is read in the order that it has among all.
+    It reads them in lanes, in each one shard after the other. The next source is the one that is furthest behind its
+    weight, and of its lanes the one of which the least share is read. So any subset of a source's lanes, read on its own, is
+    read in the order that it has among all.
+
+    There are few lanes: a document is read from its begin, so where many begin at the same time short ones are too many,
+    until the long ones are in the middle of theirs.
     """
 
     kind = "shards"
@@ -35,6 +41,7 @@ class ShardOrder:
         }
         self._documents: dict[tuple[int, int], int] = {}
         self.positions = dict.fromkeys(self.shards, Position())
+        self._lane_of = dict(self._lanes())
         if plan.world_size > plan.shards:
             raise ConfigurationError(
                 f"{plan.shards} shards are too few for {plan.world_size} ranks; raise shards="
@@ -51,14 +58,23 @@ class ShardOrder:
             for shard in range(self._plan.rank, total, self._plan.world_size):
                 yield number * self._plan.shards + shard, Shard(name, shard, total)
 
+    def _lanes(self) -> Iterator[tuple[int, int]]:
+        """Yield the lane of each shard: with turns by count each shard is one."""
+        seen: Counter[str] = Counter()
+        for index, shard in self.shards.items():
+            lane = seen[shard.source_name]
+            seen[shard.source_name] += 1
+            yield index, lane % _LANES if self._plan.options.turns == "share" else lane
+
     @property
     def parts(self) -> int | None:
         """The most parts in which this rank can read."""
-        return len(self.shards)
+        return max(self._lane_of.values()) + 1
 
     def part(self, first: int, step: int) -> dict[str, Any]:
-        """Return where every `step`-th shard of this rank from the `first` on is: plain values, which `note` moves on."""
-        return {str(index): [*self.positions[index]] for index in [*self.shards][first::step]}
+        """Return where every `step`-th lane of this rank from the `first` on is: plain values, which `note` moves on."""
+        own = [index for index, lane in self._lane_of.items() if lane % step == first]
+        return {str(index): [*self.positions[index]] for index in own}
 
     def note(self, part: dict[str, Any], sample: Sample) -> None:
         part[str(sample.shard)] = [*sample.position]
@@ -74,9 +90,11 @@ class ShardOrder:
     ) -> Iterator[Sample]:
         """Read the sequences of a part, its shards in turn; of the source of which least is waiting, if `taken` counts."""
         positions = {int(index): Position(*position) for index, position in part.items()}
-        cursors = {index: self._cursor(index, position) for index, position in positions.items()}
+        cursors: dict[int, Cursor] = {}
 
         def read(index: int) -> Sample:
+            if index not in cursors:
+                cursors[index] = self._cursor(index, positions[index])
             tokens = cursors[index].take(self._plan.sequence_length)
             return Sample(index, cursors[index].position, tokens)
 
@@ -87,8 +105,7 @@ class ShardOrder:
     ) -> Iterator[Sample]:
         """Yield the samples of all parts, each of some of the shards, in the order of all of them."""
         numbers = {name: number for number, name in enumerate(self._plan.sources)}
-        indices = [*self.shards]
-        stream_of = {index: number % len(streams) for number, index in enumerate(indices)}
+        stream_of = {index: lane % len(streams) for index, lane in self._lane_of.items()}
         early: dict[tuple[int, str], deque[Sample]] = defaultdict(deque)
 
         def read(index: int) -> Sample:
@@ -111,7 +128,7 @@ class ShardOrder:
                 )
             return sample
 
-        return self.in_turn({index: self.positions[index] for index in indices}, read)
+        return self.in_turn(self.positions, read)
 
     def _cursor(self, index: int, position: Position) -> Cursor:
         shard = self.shards[index]
@@ -131,19 +148,22 @@ class ShardOrder:
         }
         counts = dict.fromkeys(waiting, 0)
         begun = dict.fromkeys(waiting, 0)
-        positions = {
-            index: at for index, at in positions.items() if self.shards[index].source_name in waiting
-        }
-        behind = sum(at.epoch < (plan.epochs or 0) for at in positions.values())
-
-        def wait(index: int, position: Position) -> None:
-            if not plan.ends_at(position.epoch):
-                heapq.heappush(waiting[self.shards[index].source_name], (self._turn(index, position), index))
-
-        for index, position in positions.items():
+        here = {index: at for index, at in positions.items() if self.shards[index].source_name in waiting}
+        behind = sum(at.epoch < (plan.epochs or 0) for at in here.values())
+        lanes: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for index, position in here.items():
             counts[self.shards[index].source_name] += position.sequences
-            wait(index, position)
-        epochs = {index: position.epoch for index, position in positions.items()}
+            lanes[self.shards[index].source_name, self._lane_of[index]].append(index)
+        reading = {key: _Lane(indices, here) for key, indices in lanes.items()}
+
+        def wait(name: str, number: int) -> None:
+            lane = reading[name, number]
+            if not plan.ends_at(lane.epoch):
+                turn = self._turn(lane.shard, here[lane.shard], lane)
+                heapq.heappush(waiting[name], (turn, number))
+
+        for key in reading:
+            wait(*key)
         while plan.epochs is None or behind:
             left = {name for name, shards in waiting.items() if shards}
             if not left or (plan.options.on_exhausted == "stop" and len(left) < len(waiting)):
@@ -152,17 +172,19 @@ class ShardOrder:
             if taken is not None:
                 waits = {name: begun[name] - int(taken[numbers[name]]) for name in left}
             name = min(left, key=lambda name: ((waits[name] + 0.5) / plan.weights[name], name))
-            sample = read(heapq.heappop(waiting[name])[1])
+            number = heapq.heappop(waiting[name])[1]
+            sample = read(reading[name, number].shard)
             counts[name] += 1
             begun[name] += 1
             position = Position(*sample.position)
-            behind -= epochs[sample.shard] < (plan.epochs or 0) <= position.epoch
-            epochs[sample.shard] = position.epoch
-            wait(sample.shard, position)
+            behind -= here[sample.shard].epoch < (plan.epochs or 0) <= position.epoch
+            here[sample.shard] = position
+            reading[name, number].move()
+            wait(name, number)
             yield sample
 
-    def _turn(self, index: int, position: Position) -> float:
-        """Return what decides between the shards of a source: the share that is read, or the sequences read."""
+    def _turn(self, index: int, position: Position, lane: _Lane) -> float:
+        """Return what decides between the lanes of a source: the share that is read, or the sequences read."""
         shard = self.shards[index]
         phase = shard.number / shard.total
         if self._plan.options.turns == "count":
@@ -171,9 +193,10 @@ class ShardOrder:
         if key not in self._documents:
             self._documents[key] = self._sources[shard.source_name].of(shard.number, position.epoch)[0]
         left = (self._documents[key] - position.document) * self._means[shard.source_name]
-        # The phase spreads the shards in which nothing is read yet.
+        # The phase spreads the lanes in which nothing is read yet.
         first = phase * self._plan.sequence_length
-        return position.epoch + (position.tokens + first) / (position.tokens + first + left)
+        share = (position.tokens + first) / (position.tokens + first + left)
+        return lane.epoch + (lane.finished + share) / lane.size
 
     # -- the state -------------------------------------------------------------------------------------------
 
@@ -215,6 +238,39 @@ class ShardOrder:
             self.positions[index] = position if is_same_mix else position._replace(sequences=0)
 
 
+class _Lane:
+    """Shards that are read one after the other; those that were begun first.
+
+    Attributes:
+        shard: the index of the one that is read.
+        epoch: that all of them have begun.
+        finished: shards whose epoch is over.
+    """
+
+    def __init__(self, indices: Sequence[int], positions: Mapping[int, Position]) -> None:
+        self._indices, self._positions = indices, positions
+        self.size = len(indices)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.epoch = min(self._positions[index].epoch for index in self._indices)
+        left = [index for index in self._indices if self._positions[index].epoch == self.epoch]
+        self._left = deque(sorted(left, key=lambda index: (self._positions[index][1:3] == (0, 0), index)))
+        self.finished = self.size - len(left)
+
+    @property
+    def shard(self) -> int:
+        return self._left[0]
+
+    def move(self) -> None:
+        """Go on to the next shard if this one's epoch is over."""
+        if self._positions[self.shard].epoch > self.epoch:
+            self._left.popleft()
+            self.finished += 1
+            if not self._left:
+                self._begin()
+
+
 class ContiguousOrder(ShardOrder):
     """The order of runs that began before documents were dealt; they go on in it.
 
@@ -223,6 +279,9 @@ class ContiguousOrder(ShardOrder):
 
     kind = "ranges"
     _dealt = ContiguousShards
+
+    def _lanes(self) -> Iterator[tuple[int, int]]:
+        return ((index, number) for number, index in enumerate(self.shards))
 
     def _total(self, name: str) -> int:
         documents = self._plan.sources[name].documents
