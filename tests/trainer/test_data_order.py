@@ -113,7 +113,7 @@ def outliers(found: Lengths, sources: list[Corpus]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("world_size", "documents"),
     [
-        pytest.param(1, 20_000, marks=pytest.mark.slow),
+        pytest.param(1, 60_000, marks=pytest.mark.slow),
         *(pytest.param(n, 200_000, marks=pytest.mark.long) for n in (1, 2, 4, 6)),
     ],
 )
