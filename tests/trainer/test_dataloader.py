@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rooms import ROOT
 from support.tiers import examples
 
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError
@@ -472,6 +473,26 @@ def test_a_run_in_the_order_before_goes_on_in_it() -> None:
             shards=61,
             sequence_length=6,
         )
+
+
+def test_a_state_saved_before_documents_were_dealt() -> None:
+    """Sequence by sequence as the library read on that saved it."""
+    saved = json.loads((ROOT / "tests" / "data" / "loader-v1.json").read_text())
+    ends = [0, *itertools.accumulate([5, 90, 17, 33, 2, 14, 60, 8] * 9)]
+    documents = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+    sources = {"a": MapSource(documents), "b": MapSource(documents[::-1])}
+    (loader,) = loaders_of(
+        sources,
+        1,
+        saved,
+        batch_size=2,
+        weights={"a": 3, "b": 1},
+        sequence_length=16,
+        shards=6,
+        eos_token=0,
+        seed=4,
+    )
+    assert rows(loader, 6) == saved["batches"]
 
 
 @pytest.mark.parametrize("position", [[-1, 0, 0, 0, 0], [0, 0, -5, 0, 0]])
