@@ -187,13 +187,22 @@ class GlobalOrder:
                 if turn not in self._read_ahead and slot not in self._base.ahead:
                     reader = readers[int(sources[slot - start])]
                     number = int(numbers[slot - start]) - reader.start.sequences
-                    yield Sample(int(sources[slot - start]), (turn,), reader.read(number))
+                    yield Sample(int(sources[slot - start]), (turn,), self._read(reader, number))
                 turn += step
             last = end
         if (
             turn * plan.world_size < last
         ):  # other ranks have one more sequence: all make the same number of steps
             yield Sample(0, (turn,), np.empty(0, np.int64), is_filler=True)
+
+    def _read(self, reader: _Reader, number: int) -> Tokens:
+        """Read a sequence; one that has a part of a document that is skipped is left out."""
+        try:
+            return reader.read(number)
+        except FormatError as error:
+            if not self._plan.skips(error):
+                raise
+            return np.empty(0, np.int64)
 
     def _blocks(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield the first number of some sequences of all ranks, their sources and their numbers there."""
