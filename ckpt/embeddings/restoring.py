@@ -133,7 +133,9 @@ def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard, selection: Sele
         for chain, fit in zip(chains, fits, strict=True):
             is_own = (chain.shard, chain.shards) == (shard.shard, shard.shards)
             changes = []
-            readers = [_Reader(checkpoint, chain, each, shard.rows, fit, stored) for each in chain.generations]
+            readers = [
+                _Reader(checkpoint, chain, each, shard.rows, fit, stored) for each in chain.generations
+            ]
             batch.finish()
             _read_ids(checkpoint, readers)
             for reader in readers:

@@ -97,7 +97,9 @@ class DenseRows:
             )
         self.first_id, self.count = first_id, next(iter(counts.values()))
         if not -(1 << 63) <= first_id <= (1 << 63) - max(1, self.count):
-            raise ConfigurationError(f"the ids of {self.count} rows from first_id={first_id} on exceed 64 bits")
+            raise ConfigurationError(
+                f"the ids of {self.count} rows from first_id={first_id} on exceed 64 bits"
+            )
         self._tensors = {name: _matrix(name, tensor) for name, tensor in columns.items()}
         self.columns = {name: Column(t.shape[1], t.dtype) for name, t in self._tensors.items()}
 

@@ -206,7 +206,9 @@ class Tables:
         missing += [f"{table}.{name}" for table, each in restored.items() for name in each.missing]
         left = [f"{table}.{name}" for table, each in restored.items() for name in each.left]
         if missing:
-            _logger.warning("%s lacks these parts of tables, which stay as they are: %s", url, ", ".join(missing))
+            _logger.warning(
+                "%s lacks these parts of tables, which stay as they are: %s", url, ", ".join(missing)
+            )
         if left:
             _logger.warning("%s has columns that were not restored: %s", url, ", ".join(left))
         return tuple(missing)
