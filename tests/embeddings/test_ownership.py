@@ -112,7 +112,7 @@ def test_a_table_that_shrinks_is_an_error_or_a_choice(
     assert dense(0, 1200).restore(tmp_path / "0") == {"user": 1000}
     part = TableShard("user", Interleaved(COLUMNS, 0, 2))
     interleaved(0, 0, 1).save({}, tmp_path / "1")
-    with pytest.raises(ConfigurationError, match="40 rows of .* were written, and this process took 20"):
+    with pytest.raises(ConfigurationError, match=r"40 rows of .* were written, and this process took 20"):
         Tables(part).restore(tmp_path / "1")
 
 

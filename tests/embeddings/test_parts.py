@@ -92,7 +92,7 @@ def test_a_table_more_or_less_is_named(saved: Path, caplog: pytest.LogCaptureFix
         Tables(*shards).restore(saved, parts="user")
     wide = TableShard("user", DenseRows(0, values=torch.zeros(20, 3)))
     with pytest.raises(
-        ConfigurationError, match="'values' .* float32 x 3 here and float32 x 2 in the checkpoint"
+        ConfigurationError, match=r"'values' .* float32 x 3 here and float32 x 2 in the checkpoint"
     ):
         Tables(wide).restore(saved, strict=False)
 
