@@ -173,8 +173,8 @@ def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
     if not names:
         tables = stored_tables(checkpoint)
         known = f"; it has {', '.join(tables[:20])}" if tables else ", or any other"
-        text = f"the checkpoint has no table {table!r}{known}; strict=False restores without it"
-        raise LoadFailed(text, url=url)
+        hint = "strict=False restores without it"
+        raise LoadFailed(f"the checkpoint has no table {table!r}{known}; {hint}", url=url)
     chains = []
     for name in names:
         size = checkpoint.tensor(name).size

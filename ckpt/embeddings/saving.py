@@ -7,10 +7,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
@@ -27,12 +26,13 @@ from ckpt.collective import (
 from ckpt.embeddings.chain import first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.gate import UpdateGate
-from ckpt.embeddings.ownership import Offer, Taken, check_offers, check_samples, check_taken
-from ckpt.embeddings.restoring import Restored, Selection, restore_tables, stored_tables
+from ckpt.embeddings.ownership import Offer, check_offers, check_samples
+from ckpt.embeddings.restored import Unjudged, judge, judge_own, missing_of, selected
+from ckpt.embeddings.restoring import restore_tables, stored_tables
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
 from ckpt.format.table_names import TABLES_PREFIX as PREFIX
-from ckpt.options import SaveOptions, check_choice, check_options
+from ckpt.options import SaveOptions, check_options
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, check_group
 from ckpt.reading.slices import OpenCheckpoint
@@ -67,7 +67,7 @@ class Tables:
         self.shards = shards
         self._base: _Place | None = None
         self._running: Future[Metadata] | None = None
-        self._unjudged: _Unjudged | None = None
+        self._unjudged: Unjudged | None = None
         self.missing: tuple[str, ...] = ()
 
     def save(
@@ -142,9 +142,7 @@ class Tables:
             LoadFailed, NotFound, NotCommitted, IntegrityError, ...: as `ckpt.load`.
             ConfigurationError: a table has other columns; or rows belong to no rank, or to two.
         """
-        check_choice("strict", strict, None, True, False)
-        check_choice("on_shape", on_shape, "error", "resize")
-        selection = Selection(_names(parts), strict is not False, on_shape == "resize")
+        selection = selected(parts, strict, on_shape)
         self._wait()
         for shard in self.shards:
             shard.check_idle()
@@ -156,10 +154,10 @@ class Tables:
             commit = checkpoint.parts[0].commit
         if commit is not None and commit.is_referable:
             self._base = place
-        self.missing = self._note_missing(shown, restored, stored, selection)
+        self.missing = missing_of(shown, self.shards, restored, stored, selection)
         wanted = [table for table in stored if selection.takes_table(table, ["*"])]
-        self._unjudged = _Unjudged(shown, [each.taken for each in restored.values()], wanted)
-        self._judge_own()
+        own = Unjudged(shown, [each.taken for each in restored.values()], wanted)
+        self._unjudged = judge_own(own, [shard.name for shard in self.shards])
         return {table: each.taken.taken.rows for table, each in restored.items()}
 
     def agree(self, ranks: Ranks) -> None:
@@ -169,49 +167,8 @@ class Tables:
             ConfigurationError: on all ranks, if a row belongs to no rank, or to two.
         """
         own = self._unjudged, [shard.name for shard in self.shards]
-        self._judge(ranks.gather(own), ranks.rank)
-
-    def _judge_own(self) -> None:
-        """Judge what other ranks have no part in: all of it, if there are none, or tables of one shard."""
-        own = self._unjudged
-        assert own is not None
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            self._judge([(own, [shard.name for shard in self.shards])], 0)
-        else:
-            check_taken([[taken for taken in own.taken if taken.shards == 1]])
-            others = [taken for taken in own.taken if taken.shards > 1]
-            self._unjudged = replace(own, taken=others)
-
-    def _judge(self, told: Sequence[tuple[_Unjudged | None, Sequence[str]]], rank: int) -> None:
-        """Judge what all ranks have restored, and which tables they keep; the first one warns."""
-        warnings = check_taken([[] if each is None else each.taken for each, _ in told])
-        kept = {table for _, tables in told for table in tables}
-        left = {(each.url, table) for each, _ in told if each is not None for table in each.tables}
-        for url in sorted({url for url, table in left if table not in kept}):
-            names = ", ".join(sorted(table for other, table in left if other == url and table not in kept))
-            warnings.append(f"no rank keeps these tables of {url}, and the next save lacks them: {names}")
-        for text in warnings if rank == 0 else ():
-            _logger.warning("%s", text)
+        judge(ranks.gather(own), ranks.rank)
         self._unjudged = None
-
-    def _note_missing(
-        self, url: str, restored: Mapping[str, Restored], stored: Collection[str], selection: Selection
-    ) -> tuple[str, ...]:
-        """Warn of tables and columns that only one side has; return those that the checkpoint lacks."""
-        missing = [
-            shard.name
-            for shard in self.shards
-            if shard.name not in stored and selection.takes_table(shard.name, shard.rows.columns)
-        ]
-        missing += [f"{table}.{name}" for table, each in restored.items() for name in each.missing]
-        left = [f"{table}.{name}" for table, each in restored.items() for name in each.left]
-        if missing:
-            _logger.warning(
-                "%s lacks these parts of tables, which stay as they are: %s", url, ", ".join(missing)
-            )
-        if left:
-            _logger.warning("%s has columns that were not restored: %s", url, ", ".join(left))
-        return tuple(missing)
 
     def size_bytes(self) -> int:
         """Return what all rows of this process's shards are together."""
@@ -332,9 +289,9 @@ class Tables:
         _check_epochs([each.epoch for each in told])
         begun.offers = [each.shards for each in told]
         check_offers(begun.offers)
-        if any(each.unjudged is not None for each in told):
-            tables = [[offer.table for offer in each.shards] for each in told]
-            self._judge(list(zip([each.unjudged for each in told], tables, strict=True)), ranks.rank)
+        kept = [[offer.table for offer in each.shards] for each in told]
+        judge(list(zip([each.unjudged for each in told], kept, strict=True)), ranks.rank)
+        self._unjudged = None
         base = told[ranks.rank].base
         if len({str(each.base) for each in told}) > 1 or base is None:
             return None, None
@@ -355,27 +312,13 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class _Unjudged:
-    """A restore of this rank, until it was compared with that of the others.
-
-    Attributes:
-        url: for texts.
-        tables: those of the checkpoint that were to be restored, on this rank or on others.
-    """
-
-    url: str
-    taken: list[Taken]
-    tables: list[str]
-
-
-@dataclass(frozen=True)
 class _RankOffer:
     """A rank that saves: its epoch, the base that it can refer to, and its shards."""
 
     epoch: int | None
     base: _Place | None
     shards: list[Offer]
-    unjudged: _Unjudged | None
+    unjudged: Unjudged | None
 
 
 class _Begun:
@@ -401,14 +344,6 @@ class _Begun:
         self.values = {}
         for shard in self.shards:
             shard.settle(durable=durable)
-
-
-def _names(parts: Collection[str]) -> tuple[str, ...]:
-    """Return `parts` as they were given. Raises ConfigurationError for anything but a list of texts."""
-    names = () if isinstance(parts, str | bytes | Mapping) else tuple(parts)
-    if (parts and not names) or not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"parts must be a list of tables or columns, not {parts!r:.100}")
-    return names
 
 
 def _cut(gate: UpdateGate, ranks: Ranks) -> contextlib.AbstractContextManager[int]:
