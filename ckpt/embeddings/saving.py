@@ -172,14 +172,7 @@ class Tables:
 
     def size_bytes(self) -> int:
         """Return what all rows of this process's shards are together."""
-        total = 0
-        for shard in self.shards:
-            with shard.lock:
-                row_bytes = sum(
-                    column.width * column.dtype.itemsize for column in shard.rows.columns.values()
-                )
-                total += row_bytes * len(shard.rows.ids())
-        return total
+        return sum(map(_size_bytes, self.shards))
 
     def _wait(self) -> None:
         """Wait for the save in the background, which has deadlines of its own, and needs the rows for that."""
@@ -301,14 +294,25 @@ class Tables:
         """Describe the cut of this rank: what it can refer to, and what it would write."""
         if begun.error is not None:
             raise begun.error
-        base = self._base
-        try:
-            if base is not None:
-                base_name(base, url)
-        except ConfigurationError as error:
-            _logger.warning("all rows are saved: %s", error)
-            base = None
-        return _RankOffer(begun.epoch, base, [shard.offer() for shard in self.shards], self._unjudged)
+        base, offers = _base_beside(self._base, url), [shard.offer() for shard in self.shards]
+        return _RankOffer(begun.epoch, base, offers, self._unjudged)
+
+
+def _size_bytes(shard: TableShard) -> int:
+    with shard.lock:
+        row_bytes = sum(column.width * column.dtype.itemsize for column in shard.rows.columns.values())
+        return row_bytes * len(shard.rows.ids())
+
+
+def _base_beside(base: _Place | None, url: _Place) -> _Place | None:
+    """Return the base if a checkpoint at `url` can refer to it."""
+    try:
+        if base is not None:
+            base_name(base, url)
+        return base
+    except ConfigurationError as error:
+        _logger.warning("all rows are saved: %s", error)
+        return None
 
 
 @dataclass(frozen=True)
