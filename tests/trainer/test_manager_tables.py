@@ -127,6 +127,32 @@ def test_steps_are_reached_again_after_going_back(tmp_path: Path) -> None:
     assert torch.equal(again.values, expected_after(6))
 
 
+@pytest.mark.parametrize("how", ["same process", "new process", "lost record"])
+def test_steps_that_were_given_up_do_not_come_back(tmp_path: Path, how: str) -> None:
+    """After a restart the run resumes from the step that it saved last, not from a later one of before."""
+    run = Run(tmp_path)
+    for step in range(1, 7):
+        run.step(step)
+    if how != "same process":
+        run.manager.close()
+        run = Run(tmp_path)
+    if how == "lost record":
+        (tmp_path / "ckpt-run.json").unlink()
+    with run.manager:
+        run.manager.restore({"weight": run.weight}, step=2)
+        for step in (3, 4):
+            run.step(step)
+    again = Run(tmp_path)
+    with again.manager:
+        assert again.restore() == 4
+        assert torch.equal(again.values, expected_after(4))
+        again.step(5)
+    last = Run(tmp_path)
+    with last.manager:
+        assert last.restore() == 5
+    assert torch.equal(last.values, expected_after(5))
+
+
 def test_a_damaged_table_is_passed_over_with_its_state(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.manager:

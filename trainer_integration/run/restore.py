@@ -147,7 +147,7 @@ def restore(
         else:
             load(state, url, planner=planner, **load_options)
         if saves.uploads.tables is not None:
-            _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
+            _restore_tables(saves.uploads.tables, url, ranks, options, load_options["storage_options"])
         saves.uploads.expected = _space_for_copies(state)
         return planner
 
@@ -167,7 +167,7 @@ def restore(
                 figures["load_s"] = time.monotonic() - began_s
                 saves.tell("restored", choice.step, shown, "", **figures, **read)
                 more: dict[str, Any] = {"state": without_marks(state), "_planner": loaded}
-                return Restored(choice.step, shown, tuple(passed_over), loaded.missing, **more)
+                return Restored(choice.step, shown, tuple(passed_over), _missing(loaded, saves), **more)
             if choice.near is None and ranks.from_first(lambda: search.is_gone(choice)):
                 continue
         is_near, is_foreign = choice.near is not None, choice.candidate.is_foreign
@@ -190,7 +190,7 @@ def restore(
     loaded = attempt(os.fspath(initial))
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
     more = {"state": without_marks(state), "_planner": loaded, "is_initial": True}
-    return Restored(number, shown, tuple(passed_over), loaded.missing, **more)
+    return Restored(number, shown, tuple(passed_over), _missing(loaded, saves), **more)
 
 
 def _planner(options: LoadOptions, *, has_initial: bool, is_own: bool) -> StateLoadPlanner:
@@ -214,9 +214,19 @@ def _checked(
     return {**options, "expect": expect}
 
 
-def _restore_tables(tables: Tables, url: str, ranks: Ranks, storage_options: Any) -> None:
+def _restore_tables(
+    tables: Tables, url: str, ranks: Ranks, options: LoadOptions, storage_options: Any
+) -> None:
+    chosen = {"strict": options.strict, "on_shape": options.on_shape, "storage_options": storage_options}
     call = f"restore of tables of {last_segment(place_of(url))}"
-    same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
+    same_outcome(ranks, call, lambda: tables.restore(url, **chosen))
+    tables.agree(ranks)
+
+
+def _missing(loaded: StateLoadPlanner, saves: Saves) -> tuple[str, ...]:
+    """List the keys of the state, and parts of tables, that the checkpoint lacks."""
+    tables = saves.uploads.tables
+    return (*loaded.missing, *(f"tables.{name}" for name in (tables.missing if tables else ())))
 
 
 def _space_for_copies(state: Mapping[str, Any]) -> Space | None:
