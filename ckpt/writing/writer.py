@@ -41,7 +41,7 @@ from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.records import CommitRecord
 from ckpt.format.run_record import NO_STAMP
 from ckpt.gc_pause import no_gc
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, lacks_group
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.packed import packed_plan
 from ckpt.save_plans.receipt_messages import RankReceipt
@@ -176,6 +176,10 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(_NO_COLLECTIVES, url=self.checkpoint_id)
+        if "size" not in kwargs and (
+            text := lacks_group()
+        ):  # DCP asks for no group, and may be meant to save alone
+            _logger.warning("%s: %s", self.checkpoint_id, text)
         self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
