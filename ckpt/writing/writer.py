@@ -176,10 +176,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(_NO_COLLECTIVES, url=self.checkpoint_id)
-        if "size" not in kwargs and (
-            text := lacks_group()
-        ):  # DCP asks for no group, and may be meant to save alone
-            _logger.warning("%s: %s", self.checkpoint_id, text)
+        _warn_if_alone(self.checkpoint_id, kwargs)
         self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
@@ -361,6 +358,12 @@ def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
     future.set_result(results)
     return future
+
+
+def _warn_if_alone(place: object, arguments: Mapping[str, Any]) -> None:
+    """Warn if a launcher made several processes without a group; DCP does not say whether that is meant."""
+    if "size" not in arguments and (text := lacks_group()):
+        _logger.warning("%s: %s", place, text)
 
 
 def _wait_for_the_device() -> None:
