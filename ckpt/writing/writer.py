@@ -176,8 +176,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(_NO_COLLECTIVES, url=self.checkpoint_id)
-        _warn_if_alone(self.checkpoint_id, kwargs)
-        self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
+        self._rank, self._size = _rank_and_size(self.checkpoint_id, kwargs)
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
         self._coordinator = None
@@ -360,10 +359,11 @@ def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     return future
 
 
-def _warn_if_alone(place: object, arguments: Mapping[str, Any]) -> None:
-    """Warn if a launcher made several processes without a group; DCP does not say whether that is meant."""
+def _rank_and_size(place: object, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return this rank and the number of ranks; DCP gives no number, and does not say whether it is meant to be alone."""
     if "size" not in arguments and (text := lacks_group()):
         _logger.warning("%s: %s", place, text)
+    return arguments.get("rank") or 0, arguments.get("size", 1)
 
 
 def _wait_for_the_device() -> None:
