@@ -1,6 +1,6 @@
 """Files of a model that are no weights: its configuration, its tokenizer. A commit can list them.
 
-They have no names of their own as other objects have, so one that was there before belongs to whoever put it: it is
+They have no names of their own as other objects have, so one that was there before is not this library's: it is
 neither listed nor replaced nor removed.
 """
 
