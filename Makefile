@@ -31,12 +31,12 @@ help:  ## Print this list.
 test: $(VENV)/ready  ## Touch every promise once: what to run between two edits (3 minutes).
 	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(QUICK)'
 
-test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, with moto as S3 server, or with programs of their own.
-	$(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(RANKS)'
+SHARD ?= 1/1
+test-ranks: $(VENV)/ready  ## Run the other tests with several ranks, moto as S3 server, or programs of their own (SHARD=1/2: half).
+	SHARD=$(SHARD) $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(RANKS)'
 
 # 10,000 schedules of a lying storage, kills at every request, a round of all faults, whole trainings;
 # and all of Hypothesis's examples, of which the other tiers draw a twentieth.
-SHARD ?= 1/1
 test-long: $(VENV)/ready  ## Run what takes minutes: kills, deadlines in real time, all schedules and examples (SHARD=1/3: a third).
 	HYPOTHESIS_PROFILE=full SHARD=$(SHARD) $(PYTEST) --dist worksteal --ignore tests/integration --ignore tests/adapters --ignore tests/browser -m '$(LONG)'
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,9 @@ def _destinations(sources: Sequence[str], destination: str) -> dict[str, str]:
     """Name the destination of each source: of several, the folders of their names in `destination`."""
     if len(sources) == 1:
         return {sources[0]: destination}
-    names = [source.rstrip("/").rpartition("/")[2] for source in sources]
+    # `.` and `..` have a name too.
+    places = [source if "://" in source else os.path.abspath(source) for source in sources]
+    names = [place.rstrip("/").rpartition("/")[2] for place in places]
     if len(set(names)) < len(names):
         raise ConfigurationError(
             f"two of these {len(sources)} checkpoints have the same name, and would be copied to the same place: copy "

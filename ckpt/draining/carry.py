@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +27,7 @@ from ckpt.errors import (
     NotFound,
     StorageUnavailable,
 )
+from ckpt.format.config_files import unchanged
 from ckpt.format.names import ObjectName, rank_directory
 from ckpt.format.records import CommitRecord, ManifestRef, ObjectRef, RankManifest, StoredCommit, read_commit
 from ckpt.reading.checkpoint import ReadSettings, read_listed
@@ -231,10 +232,12 @@ class Carrier:
                     run_all(threads, send, files_of(ref, manifest), stop=failed)
                     failed.clear()
                     send_small(ref)
-        if exists(source, record.described_by.path):
-            send_small(record.described_by)
+        config_files = list(record.config_files or ())
+        for small in (record.described_by, *config_files):
+            if exists(source, small.path):  # else it is another node's
+                send_small(small)
         check_wanted(self.stop)
-        done.lacks = missing_object(destination, record)
+        done.lacks = missing_object(destination, record) or _missing_config_file(destination, config_files)
         if marks and done.lacks is not None:
             for ref in self._wanted(record):
                 if ref.path in sizes and exists(source, ref.path):
@@ -249,6 +252,13 @@ class Carrier:
             was_refused = isinstance(error, CommitConflict) or isinstance(error.__cause__, AlreadyExists)
             if not was_refused or read_commit(destination) != commit:  # else another node was sooner
                 raise
+
+
+def _missing_config_file(store: Store, refs: Sequence[ObjectRef]) -> str | None:
+    there = set(unchanged(store, refs))
+    return next(
+        (f"{ref.path}: not there, or not what was saved" for ref in refs if ref.path not in there), None
+    )
 
 
 def files_of(ref: ManifestRef, manifest: RankManifest) -> list[StoredFile]:

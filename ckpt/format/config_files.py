@@ -1,8 +1,12 @@
-"""Files of a model that are no weights: its configuration, its tokenizer. A commit can list them."""
+"""Files of a model that are no weights: its configuration, its tokenizer. A commit can list them.
+
+They have no names of their own as other objects have, so one that was there before is not this library's: it is
+neither listed nor replaced nor removed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -11,23 +15,20 @@ from ckpt.consistency.block_digests import digest_of
 from ckpt.consistency.checksums import crc64nvme, crc_text
 from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound, UnsafeContent
 from ckpt.format.names import is_config_name
-from ckpt.format.records import MAX_CONFIG_FILES, ObjectRef
+from ckpt.format.records import MAX_CONFIG_BYTES, MAX_CONFIG_FILES, ObjectRef
 
 CONFIG_KEY = "config.json"
 """A model's configuration, without which transformers does not load it."""
 
-_MAX_FILE_BYTES = 256 << 20
-_MAX_BYTES = 256 << 20
-"""Of all that a save takes along, which it holds in memory."""
-
 
 def list_config_files(folder: Store) -> Iterator[ObjectStat]:
-    """List the small files directly in a model's folder that are not weights."""
+    """List the files directly in a model's folder that are not weights, `config.json` first."""
     keys = [stat.key for stat in folder.list() if is_config_name(stat.key)]
-    for key in sorted(keys)[:MAX_CONFIG_FILES]:
-        stat = folder.stat(key)  # a listing describes a link, not its target
-        if stat.size_bytes <= _MAX_FILE_BYTES:
-            yield stat
+    for key in sorted(keys, key=lambda key: (key != CONFIG_KEY, key)):
+        try:
+            yield folder.stat(key)  # a listing describes a link, not its target
+        except NotFound:
+            continue  # a link to nothing or to a folder, a pipe
 
 
 def check_configuration(folder: Store) -> None:
@@ -39,58 +40,90 @@ def check_configuration(folder: Store) -> None:
 def read_config_files(folder: Store) -> dict[str, bytes]:
     """Read the files of a model's folder that are not weights, by key.
 
-    Raises NotFound without a `config.json`, ConfigurationError if all of them are over 256 MiB.
+    Raises NotFound without a `config.json`, ConfigurationError if they are too many, too large, or links elsewhere.
     """
-    check_configuration(folder)
-    stats = list(list_config_files(folder))
+    advice = "give a folder of the configuration and the tokenizer alone"
+    try:
+        check_configuration(folder)
+        stats = list(list_config_files(folder))
+    except UnsafeContent as error:
+        text = f"{error.key} is a link that leads out of this folder: {advice}, as files"
+        raise ConfigurationError(text, url=folder.url) from None
     nbytes = sum(stat.size_bytes for stat in stats)
-    if nbytes > _MAX_BYTES:
-        text = f"its files that are not weights take {nbytes >> 20} MiB, and a save takes {_MAX_BYTES >> 20} MiB along"
-        raise ConfigurationError(
-            f"{text}: give a folder of the configuration and the tokenizer alone", url=folder.url
+    if len(stats) > MAX_CONFIG_FILES or nbytes > MAX_CONFIG_BYTES:
+        text = (
+            f"{len(stats):,} files here are not weights, with {nbytes >> 20} MiB; a save takes {MAX_CONFIG_FILES:,} files "
+            f"and {MAX_CONFIG_BYTES >> 20} MiB along: {advice}"
         )
+        raise ConfigurationError(text, url=folder.url)
     return {stat.key: bytes(read_bytes(folder, stat.key, size_bytes=stat.size_bytes)) for stat in stats}
 
 
-def missing_config_files(store: Store, files: dict[str, bytes]) -> list[str]:
-    """List the keys that a place lacks. Raises AlreadyExists if it has another file under one of the names."""
-    missing = [key for key in files if not exists(store, key)]
-    for key in files.keys() - set(missing):
-        if fault(store, ref_of(key, files[key])) is not None:
-            text = "another file of this name is here already: remove it, save to another place, or leave out config_from="
-            raise AlreadyExists(text, url=store.url, key=key)
-    return missing
+def check_free(store: Store, files: Mapping[str, bytes]) -> None:
+    """Raise AlreadyExists if a place has another file under one of the names."""
+    for key, data in files.items():
+        if exists(store, key) and not _is_same(store, key, data):
+            raise _another(store, key)
 
 
-def put_config_file(store: Store, key: str, data: bytes) -> None:
-    """Store a file where none may be. Raises AlreadyExists."""
+def put_config_files(
+    store: Store, files: Mapping[str, bytes], owned: Iterable[str], algorithm: str | None
+) -> list[ObjectRef]:
+    """Put those that are not there; return what the commit lists: these, and those of `owned`, which the last one listed.
+
+    A save that fails leaves them: another save may have found them here, and count on them. Raises AlreadyExists.
+    """
+    known = set(owned)
+    listed: list[ObjectRef] = []
     mode = PutMode.CREATE if store.capabilities.conditional_create else PutMode.OVERWRITE
-    put_bytes(store, key, data, mode=mode)
+    for key, data in files.items():
+        is_own = key in known
+        if not exists(store, key):
+            try:
+                put_bytes(store, key, data, mode=mode)
+                is_own = True
+            except AlreadyExists:  # put by another program at this moment
+                is_own = False
+        if not _is_same(store, key, data):
+            raise _another(store, key)
+        if is_own:
+            listed.append(_ref_of(key, data, algorithm))
+    return listed
 
 
-def ref_of(key: str, data: bytes, algorithm: str | None = None) -> ObjectRef:
-    """Describe a file for the commit, with a digest by `algorithm`."""
+def kept_config_files(store: Store, refs: Iterable[ObjectRef], algorithm: str | None) -> list[ObjectRef]:
+    """List again those files of an earlier commit that are what was saved."""
+    found = (_read(store, ref) for ref in refs)
+    return [
+        _ref_of(ref.path, data, algorithm) for ref, data in zip(refs, found, strict=True) if data is not None
+    ]
+
+
+def unchanged(store: Store, refs: Iterable[ObjectRef]) -> list[str]:
+    """List the keys of those files that are what was saved; a changed one is another program's."""
+    return [ref.path for ref in refs if _read(store, ref) is not None]
+
+
+def _another(store: Store, key: str) -> AlreadyExists:
+    text = (
+        "another file of this name is here already: remove it or the checkpoint here, or take another place"
+    )
+    return AlreadyExists(text, url=store.url, key=key, settled=True)
+
+
+def _is_same(store: Store, key: str, data: bytes) -> bool:
+    return _read(store, _ref_of(key, data)) is not None
+
+
+def _ref_of(key: str, data: bytes, algorithm: str | None = None) -> ObjectRef:
     digest = digest_of(algorithm, data).hex() if algorithm else msgspec.UNSET
     return ObjectRef(path=key, size_bytes=len(data), crc64nvme=crc_text(crc64nvme(data)), digest=digest)
 
 
-def read_listed(store: Store, ref: ObjectRef) -> bytes:
-    """Read a file that a commit lists. Raises NotFound, IntegrityError unless it is what was saved."""
-    data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
-    if crc_text(crc64nvme(data)) != ref.crc64nvme:
-        raise IntegrityError("is not what was saved", url=store.url, key=ref.path)
-    return data
-
-
-def fault(store: Store, ref: ObjectRef) -> NotFound | IntegrityError | UnsafeContent | None:
-    """Return what is wrong with a file that a commit lists; None if it is what was saved."""
+def _read(store: Store, ref: ObjectRef) -> bytes | None:
+    """Read a file; None if it is not what the record says."""
     try:
-        read_listed(store, ref)
-    except (NotFound, IntegrityError, UnsafeContent) as error:
-        return error
-    return None
-
-
-def unchanged(store: Store, refs: Sequence[ObjectRef]) -> list[str]:
-    """List the keys of those files that are what was saved; a changed one is another program's."""
-    return [ref.path for ref in refs if fault(store, ref) is None]
+        data = bytes(read_bytes(store, ref.path, size_bytes=ref.size_bytes))
+    except (NotFound, IntegrityError, UnsafeContent):
+        return None
+    return data if crc_text(crc64nvme(data)) == ref.crc64nvme else None

@@ -153,7 +153,8 @@ def is_path(path: str) -> bool:
 
 def is_config_name(key: str) -> bool:
     """Tell whether a file directly in a model's folder can be of its configuration or its tokenizer, by its name."""
-    return "/" not in key and not key.startswith((".", "ckpt-")) and not key.endswith(_NOT_OF_CONFIGURATION)
+    is_other = "/" in key or key.startswith((".", "ckpt-")) or is_rank_directory(key)
+    return not is_other and not key.endswith(_NOT_OF_CONFIGURATION)
 
 
 def is_our_name(key: str) -> bool:

@@ -44,7 +44,8 @@ MAX_METADATA_BYTES = 8 << 30
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 16, 1 << 24
 _MAX_BASES = 1 << 10
 MAX_CONFIG_FILES = 1000
-"""Of a model, beside its weights: its configuration, its tokenizer."""
+MAX_CONFIG_BYTES = 256 << 20
+"""Of a model without its weights: its configuration, its tokenizer."""
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 
@@ -358,7 +359,7 @@ def _check_commit(commit: CommitRecord) -> None:
         )
     _check_key(commit.described_by.path)
     _require(not commit.run or is_run_id(commit.run), "an impossible run")
-    _check_config_files([ref.path for ref in commit.config_files or ()])
+    _check_config_files(commit)
     ranks = [(ref.owner, ref.rank) for ref in commit.manifests]
     _require(len(set(ranks)) == len(ranks), "a rank listed twice")
     for ref in commit.manifests:
@@ -372,7 +373,13 @@ def _check_commit(commit: CommitRecord) -> None:
     _check_bases(commit, {owner for owner, _ in ranks if owner})
 
 
-def _check_config_files(paths: list[str]) -> None:
+def _check_config_files(commit: CommitRecord) -> None:
+    refs = commit.config_files or []
+    paths = [ref.path for ref in refs]
+    _require(commit.is_model or not refs, "files of a configuration, and no model")
+    _require(
+        sum(ref.size_bytes for ref in refs) <= MAX_CONFIG_BYTES, "files of a configuration of an absurd size"
+    )
     _require(len(paths) <= MAX_CONFIG_FILES, f"{len(paths):,} files of a configuration")
     _require(len(set(paths)) == len(paths), "a file of a configuration listed twice")
     for path in paths:

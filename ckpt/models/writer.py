@@ -30,7 +30,7 @@ from ckpt.consistency.block_digests import FileBlockDigests
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.columns import Columns
-from ckpt.format.config_files import missing_config_files, put_config_file, read_config_files, ref_of
+from ckpt.format.config_files import check_free, kept_config_files, put_config_files, read_config_files
 from ckpt.format.names import last_segment, manifest_key
 from ckpt.format.records import (
     MODEL_VERSION,
@@ -102,7 +102,11 @@ class ModelWriter(CheckpointWriter):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._config_from = None if config_from is None else normal_url(config_from)
-        self._config_options = kwargs.get("storage_options") if "://" in (self._config_from or "") else None
+        # Options of the place are those of a folder on the same kind of storage.
+        is_same = self._config_from is not None and _scheme(self._config_from) == _scheme(
+            normal_url(self._url)
+        )
+        self._config_options = kwargs.get("storage_options") if is_same else None
         self._config_files: dict[str, bytes] = {}
         self._max_shard_bytes = max_shard_bytes
         self.shared_options |= {"format": "safetensors", "max_shard_size": max_shard_bytes}
@@ -143,13 +147,13 @@ class ModelWriter(CheckpointWriter):
         return [replace(plan, storage_data=None) for plan in plans]
 
     def _read_config_files(self) -> None:
-        """Read the configuration, before any data are written. Raises as `read_config_files`, `missing_config_files`."""
+        """Read the configuration, before any data are written. Raises as `read_config_files`, `check_free`."""
         self._config_files = {}
         if self._config_from is not None:
             folder = open_store(self._config_from, self._config_options)
             with closing(DeadlineStore(folder, self.progress, self._limit_s, own_memory=True)) as folder:
                 self._config_files = read_config_files(folder)
-            missing_config_files(self._store, self._config_files)
+            check_free(self._store, self._config_files)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -227,12 +231,12 @@ class ModelWriter(CheckpointWriter):
 
     def _put_config_files(self) -> list[ObjectRef]:
         """Put the configuration, and return what the commit lists: without `config_from`, what the last one here did."""
+        before = self._config_files_before()
         if self._config_from is None:
-            return self._config_files_before()
-        for key in missing_config_files(self._store, self._config_files):
-            self._objects.add(key)
-            put_config_file(self._store, key, self._config_files[key])
-        return [ref_of(key, data, self.block_digests) for key, data in self._config_files.items()]
+            return kept_config_files(self._store, before, self.block_digests)
+        return put_config_files(
+            self._store, self._config_files, (ref.path for ref in before), self.block_digests
+        )
 
     def _config_files_before(self) -> list[ObjectRef]:
         previous = None if self._coordinator is None else self._coordinator.previous
@@ -270,6 +274,10 @@ class ModelWriter(CheckpointWriter):
         self._objects.add(key)
         self._store.put(key, CheckedBody(encoded))
         return manifest_ref(key, encoded, manifest, self.block_digests)
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else "file"
 
 
 def shard_bytes(size: int | str | None) -> int:

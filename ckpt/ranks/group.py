@@ -329,13 +329,19 @@ def check_group(no_dist: bool) -> None:
 
     `no_dist`: the caller wants this process to save alone.
     """
+    if not no_dist and (text := lacks_group()):
+        raise ConfigurationError(text)
+
+
+def lacks_group() -> str:
+    """Say what is wrong if a launcher made several processes, and none knows of the others; empty if all is right."""
     world = os.environ.get("WORLD_SIZE", "")
-    is_alone = no_dist or not world.isdecimal() or int(world) <= 1
-    if not is_alone and not (dist.is_available() and dist.is_initialized()):
-        raise ConfigurationError(
-            f"WORLD_SIZE is {world}, but this process has no process group, so each of these processes would save alone to "
-            "the same place: call torch.distributed.init_process_group first, or pass no_dist=True to save alone"
-        )
+    if not world.isdecimal() or int(world) <= 1 or (dist.is_available() and dist.is_initialized()):
+        return ""
+    return (
+        f"WORLD_SIZE is {world}, but this process has no process group, so each of these processes would save alone to "
+        "the same place: call torch.distributed.init_process_group first, or pass no_dist=True to save alone"
+    )
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -118,8 +118,9 @@ class StoredState:
                     if is_note:
                         continue
                     whole = (path[0], *at) if rename is None else _renamed((path[0], *at, "_"), rename)[:-1]
-                    renamed = self.parts.setdefault(str(whole[0]), StoredPart(str(whole[0])))
-                    renamed.nodes[whole[1:]] = node
+                    if whole:  # else its members are parts of their own in the program
+                        renamed = self.parts.setdefault(str(whole[0]), StoredPart(str(whole[0])))
+                        renamed.nodes[whole[1:]] = node
 
     @classmethod
     def of(

@@ -37,7 +37,7 @@ from ckpt.errors import (
     NotFound,
     short_traceback,
 )
-from ckpt.format.config_files import missing_config_files, put_config_file, read_listed
+from ckpt.format.config_files import check_free, put_config_files
 from ckpt.format.names import (
     MODEL_PREFIX,
     ObjectName,
@@ -51,12 +51,13 @@ from ckpt.format.records import (
     FORMAT_VERSION,
     MODEL_VERSION,
     ManifestRef,
+    ObjectRef,
     RankManifest,
     StoredCommit,
     encode,
     read_commit,
 )
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings, stored_file
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed, stored_file
 from ckpt.reading.opening import open_checkpoint, open_parts
 from ckpt.siblings.materialised import as_ranks, check_beside, needed
 from ckpt.tools.copy_claims import CopyClaims
@@ -192,12 +193,14 @@ class _CheckpointCopy:
                 self._to, stock_key(same.record)
             ):  # interrupted right after its commit
                 put_stock_metadata(self._to, same, stock_metadata_of(self._to, same.record))
+            self._put_config_files(self._read_config_files(), same)
             self._done.already_there = True
             return self._done
         if not self._materialise:
             check_beside(self._to, self._commit)
         coordinator = Coordinator(self._to, self._objects)
         coordinator.look(overwrite=overwrite, model=self._commit.is_model)
+        files = self._read_config_files()
         leftovers = self._find_leftovers()
         self._to.prepare(rank_directory(0))
         try:
@@ -212,7 +215,7 @@ class _CheckpointCopy:
         renamed = [self._paths.get(path, path) for path in columns.files]  # those of others stay
         facts = self._facts()
         try:
-            self._copy_config_files()
+            facts["config_files"] = self._put_config_files(files, coordinator.previous) or msgspec.UNSET
             coordinator.commit(
                 dataclasses.replace(columns, files=renamed, save_id=self._objects.token),
                 msgspec.structs.replace(self._commit, **facts),
@@ -225,12 +228,18 @@ class _CheckpointCopy:
         self._claims.close()
         return self._done
 
-    def _copy_config_files(self) -> None:
-        """Copy a model's configuration. Raises AlreadyExists if another one is at the destination."""
-        files = {ref.path: read_listed(self._from, ref) for ref in self._commit.config_files or ()}
-        for key in missing_config_files(self._to, files):
-            self._objects.add(key)
-            put_config_file(self._to, key, files[key])
+    def _read_config_files(self) -> dict[str, bytes]:
+        """Read a model's configuration. Raises IntegrityError, AlreadyExists if another one is at the destination."""
+        settings = self._checkpoint.settings
+        refs = self._commit.config_files or ()
+        files = {ref.path: bytes(read_listed(self._from, settings, ref, self._stored_commit)) for ref in refs}
+        check_free(self._to, files)
+        return files
+
+    def _put_config_files(self, files: Mapping[str, bytes], previous: StoredCommit | None) -> list[ObjectRef]:
+        digests = self._commit.block_digests
+        owned = (ref.path for ref in (previous.record.config_files or () if previous else ()))
+        return put_config_files(self._to, files, owned, digests.algorithm if digests else None)
 
     def _facts(self) -> dict[str, Any]:
         """Return what is different in the commit record of the copy."""

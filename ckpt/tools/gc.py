@@ -29,6 +29,7 @@ from ckpt.format.names import (
     MODEL_INDEX_KEY,
     SCRUB_KEY,
     ObjectName,
+    is_config_name,
     is_our_name,
     probe_key,
     rank_directory,
@@ -345,6 +346,10 @@ class _Collector:
 
         def choose(stat: ObjectStat) -> bool:
             parts = split_place(stat.key)
+            path, _, name = stat.key.rpartition("/")
+            # A temporary file has a name of ours; an upload of such a name can be of another program.
+            if parts is None and store.directory is not None and is_config_name(name):
+                parts = path, name
             if parts is None:
                 return False
             path, key = parts

@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.backends.base import ObjectStat, Store, exists
 from ckpt.backends.registry import open_store
 from ckpt.backends.wrapper import LinkedFolder, PrefixStore, folder_of
-from ckpt.consistency.commit import STOCK_METADATA_KEY
+from ckpt.consistency.commit import COMMIT_KEY, STOCK_METADATA_KEY
 from ckpt.errors import AccessDenied, CheckpointError, NotFound, StorageError, short_traceback
 from ckpt.format.names import (
     MODEL_INDEX_KEY,
@@ -232,6 +232,9 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
             return listed
         except CheckpointError as error:
             return _summed(folder, replace(base, state="damaged", problem=error.message))
+    if commit is None and _is_no_file(folder, COMMIT_KEY):
+        problem = f"{COMMIT_KEY} is no file, but a folder or a link to nothing"
+        return _summed(folder, replace(base, state="damaged", problem=problem))
     if is_stock(folder):
         return _summed(folder, replace(base, state="foreign"))
     has_metadata = exists(folder, STOCK_METADATA_KEY) or _has_own_index(folder)
@@ -243,6 +246,14 @@ def _classify(folder: PrefixStore, names: Iterable[str]) -> ListedCheckpoint | N
     incomplete = _summed(folder, base, uploads)
     # Folders may stay empty where uploads were aborted (`rclone serve s3`).
     return incomplete if has_metadata or incomplete.size_bytes is not None else None
+
+
+def _is_no_file(folder: Store, key: str) -> bool:
+    """Tell whether something of a name is there that is no file, in a local folder."""
+    if folder.directory is None:
+        return False
+    path = os.path.join(folder.directory, key)
+    return os.path.lexists(path) and not os.path.isfile(path)
 
 
 def _has_own_index(folder: Store) -> bool:

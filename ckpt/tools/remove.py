@@ -105,15 +105,27 @@ def older_than(
     Raises ConfigurationError for the run of a manager, whose rules say what it keeps; else as `list_checkpoints`.
     """
     with contextlib.closing(open_store(root, storage_options)) as store:
+        directory = store.directory
         if exists(store, RUN_KEY):
             text = f"{RUN_KEY} says that a CheckpointManager saves here: give it keep={keep}, which regards pins and metrics"
             raise ConfigurationError(text, url=store.url)
     listed = list_checkpoints(root, storage_options=storage_options, depth=1, progress=progress)
     committed = [each for each in listed if each.state == "committed" and each.path]
+    if any(each.step is None for each in committed):  # of those the time alone says which is newer
+        committed.sort(key=lambda each: (each.created_at_s or 0.0, each.path))
     newest = {each.path for each in committed[-keep:]}
     kept = [each for each in committed if each.latest or each.path in newest]
     stays = {each.path for each in kept} | {base for each in kept for base in each.bases}
+    if directory is not None:
+        stays |= _led_to(directory, [each.path for each in committed])
     return [os.path.join(root, each.path) for each in reversed(committed) if each.path not in stays]
+
+
+def _led_to(root: str, paths: Sequence[str]) -> set[str]:
+    """Return those of the paths in a local folder to which links in it lead."""
+    with os.scandir(root) as entries:
+        targets = {os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}
+    return {path for path in paths if os.path.realpath(os.path.join(root, path)) in targets}
 
 
 def remove_within(
@@ -143,7 +155,7 @@ def remove_within(
         referrers = Referrers()
         stock = [] if is_anothers(store, stock_key(record), commit) else [stock_key(record)]
         configuration = unchanged(store, record.config_files or ())
-        visible = [*(key for key in stock if exists(store, key)), *configuration]
+        visible = [key for key in stock if exists(store, key)]
         if not dry_run:
             if read_commit(store) != commit:
                 text = "another save was committed here meanwhile; nothing was removed"
@@ -151,21 +163,20 @@ def remove_within(
             tally = Tally(progress or no_report, "object")
             tally.expect(len(sizes), sum(sizes.values()))
             with going(record.id):
-                store.delete(
-                    [*stock, *configuration]
-                )  # also if it is not there: storage that lags may not show it yet
+                store.delete(stock)  # also if it is not there: storage that lags may not show it yet
                 store.delete([COMMIT_KEY])
             referrers = _late_referrers(store, record)
             kept = [key for key in keys if referrers.hold(key)]
             keys = [key for key in keys if not referrers.hold(key)] + referrers.dead
             beside = [SCRUB_KEY, *filter(is_our_name, [signature_key(record.described_by.path)])]
-            delete_counted(store, {key: sizes.get(key, 0) for key in (*keys, *beside)}, tally)
+            gone_last = (*keys, *beside, *configuration)
+            delete_counted(store, {key: sizes.get(key, 0) for key in gone_last}, tally)
             tally.add(len(kept), sum(sizes[key] for key in kept))
             release_bases(store, record)
             if exists(store, stock_key(record)):  # put meanwhile, by a save that had stalled before that
                 follow_commit(store, commit)
             remove_folders(store)
-        gone = (*visible, COMMIT_KEY, *keys)
+        gone = (*visible, COMMIT_KEY, *keys, *configuration)
         names = tuple(referrers.names()) if kept else ()
         return Removed(
             store.url, record.id, gone, record.data_bytes, tuple(kept), names, store.keeps_versions

@@ -31,11 +31,10 @@ from ckpt.errors import (
     UnsafeContent,
     short_traceback,
 )
-from ckpt.format.config_files import fault
 from ckpt.format.model_index import find_models
 from ckpt.format.names import SCRUB_KEY, signature_key, split_path
 from ckpt.format.records import ManifestRef, ObjectRef, RankManifest, StoredCommit, read_commit
-from ckpt.reading.checkpoint import Checkpoint, ReadSettings
+from ckpt.reading.checkpoint import Checkpoint, ReadSettings, read_listed
 from ckpt.reading.opening import open_parts
 from ckpt.siblings.sibling_objects import SiblingObjects
 from ckpt.tools.findings import Damage, Verification, find_strays
@@ -302,12 +301,14 @@ class _OwnCheck:
             yield partial(self._check_config_file, listed)
 
     def _check_config_file(self, ref: ObjectRef) -> Checked:
-        found = fault(self.store, ref)
-        if found is None:
-            return _known([])
-        return _known(
-            [Damage.of_error("checksum" if isinstance(found, IntegrityError) else "missing", found)]
-        )
+        settings = ReadSettings(visibility_timeout_s=self._remaining_s(), digests=self.algorithm is not None)
+        try:
+            read_listed(self.store, settings, ref, self.stored_commit)
+        except IntegrityError as error:
+            return _known([Damage.of_error("checksum", error)])
+        except (NotFound, NotVisible, UnsafeContent) as error:
+            return _known([Damage("missing", error.message, ref.path)])
+        return _known([])
 
     def _manifest(self, ref: ManifestRef) -> RankManifest | Damage:
         settings = ReadSettings(visibility_timeout_s=self._remaining_s(), digests=self.algorithm is not None)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -32,6 +32,7 @@ from ckpt.errors import (
     FormatError,
 )
 from ckpt.format.columns import Columns
+from ckpt.format.config_files import unchanged
 from ckpt.format.figures import BlockDigests, Timings
 from ckpt.format.index import check_columns, encode_index
 from ckpt.format.names import (
@@ -245,7 +246,7 @@ class Coordinator:
             _logger.info("committed %s (%d ranks)", self._store.url, record.world_size)
             # A store that has not answered may not be done with the old record either.
             if self.previous is not None and acknowledged:
-                self._retire(self.previous)
+                self._retire(self.previous, {ref.path for ref in record.config_files or ()})
 
     def _index(self, columns: Columns) -> bytes:
         """Encode the index, once it is sure that readers will accept it."""
@@ -289,8 +290,8 @@ class Coordinator:
                 key=key,
             ) from error
 
-    def _retire(self, previous: StoredCommit) -> None:
-        """Delete the objects of the replaced checkpoint, as well as it goes."""
+    def _retire(self, previous: StoredCommit, config_keys: Collection[str]) -> None:
+        """Delete the objects of the replaced checkpoint, as well as it goes, but `config_keys`, which the new one lists."""
         try:
             commit = previous.record
             release_bases(self._store, commit)
@@ -302,8 +303,10 @@ class Coordinator:
             referrers = Referrers()
             if commit.is_referable:
                 referrers = PinReader(self._store).look()
+            others = [ref for ref in commit.config_files or () if ref.path not in config_keys]
             # A record may be damaged or forged: only names that this library gives are deleted.
-            self._store.delete([key for key in keys if is_our_name(key) and not referrers.hold(key)])
+            keys = [key for key in keys if is_our_name(key) and not referrers.hold(key)]
+            self._store.delete([*keys, *unchanged(self._store, others)])
         except Exception as error:  # nothing after the commit may make the save look failed
             _logger.warning(
                 "the replaced checkpoint's objects could not all be deleted (`ckpt gc` can): %s", error

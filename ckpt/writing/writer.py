@@ -41,7 +41,7 @@ from ckpt.format.names import last_segment, rank_directory
 from ckpt.format.records import CommitRecord
 from ckpt.format.run_record import NO_STAMP
 from ckpt.gc_pause import no_gc
-from ckpt.ranks.group import DEFAULT_TIMEOUT_S
+from ckpt.ranks.group import DEFAULT_TIMEOUT_S, lacks_group
 from ckpt.save_plans.central import CentralPlan
 from ckpt.save_plans.packed import packed_plan
 from ckpt.save_plans.receipt_messages import RankReceipt
@@ -176,7 +176,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(_NO_COLLECTIVES, url=self.checkpoint_id)
-        self._rank, self._size = kwargs.get("rank") or 0, kwargs.get("size", 1)
+        self._rank, self._size = _rank_and_size(self.checkpoint_id, kwargs)
         self._numbered = kwargs.get("numbered", False)
         self._objects = SaveObjects(self._rank)
         self._coordinator = None
@@ -357,6 +357,13 @@ def _done(results: list[WriteResult]) -> Future[list[WriteResult]]:
     future: Future[list[WriteResult]] = Future()
     future.set_result(results)
     return future
+
+
+def _rank_and_size(place: object, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return this rank and the number of ranks; DCP gives no number, and does not say whether it is meant to be alone."""
+    if "size" not in arguments and (text := lacks_group()):
+        _logger.warning("%s: %s", place, text)
+    return arguments.get("rank") or 0, arguments.get("size", 1)
 
 
 def _wait_for_the_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from support.commands import flip, run, run_json, run_on_terminal
 
 import ckpt
+from ckpt.consistency.seal import seal_json
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,50 @@ def test_rm_keeps_the_newest_of_a_folder_of_models(tmp_path: Path) -> None:
     assert run("rm", tmp_path, "--keep", 2).code == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-10", "step-11", "step-9"]
     assert "has no more than 2" in run("rm", tmp_path, "--keep", 2).out
+
+
+def test_rm_keeps_the_newest_by_time_where_names_have_no_steps(tmp_path: Path) -> None:
+    for created, name in enumerate(("step-1", "step-2", "final")):
+        ckpt.save({"w": torch.zeros(1)}, tmp_path / name, format="safetensors")
+        _set_created(tmp_path / name, f"2026-01-0{created + 1}T00:00:00+00:00")
+    assert run("rm", tmp_path, "--keep", 2).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "step-2"]
+
+
+def _set_created(folder: Path, created_at: str) -> None:
+    record = json.loads((folder / "commit.json").read_bytes())
+    del record["crc64nvme"]
+    (folder / "commit.json").write_bytes(seal_json(json.dumps({**record, "created_at": created_at}).encode()))
+
+
+def test_rm_keeps_what_a_link_leads_to(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        ckpt.save({"w": torch.zeros(1)}, tmp_path / f"step-{step}", format="safetensors")
+    os.symlink("step-1", tmp_path / "best")
+    assert run("rm", tmp_path, "--keep", 1).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-1", "step-3"]
+
+
+def test_cp_names_what_is_copied_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        ckpt.save({"w": torch.zeros(1)}, tmp_path / f"step-{step}")
+    monkeypatch.chdir(tmp_path / "step-1")
+    assert run("cp", ".", "../step-2", tmp_path / "copies").code == 0
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_commit_that_is_no_file_is_damage(kind: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        ckpt.save({"w": torch.zeros(1)}, tmp_path / f"step-{step}")
+    place = tmp_path / "step-2" / "commit.json"
+    place.unlink()
+    if kind == "link":
+        os.symlink("nothing", place)
+    else:
+        place.mkdir()
+    assert run("verify", tmp_path).code == 3
+    assert [each.state for each in ckpt.list_checkpoints(tmp_path)] == ["committed", "damaged"]
 
 
 def test_rm_keeps_bases_of_what_it_keeps_and_leaves_runs_of_a_manager_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from xml.sax.saxutils import escape, unescape
 
 from awscrt.checksums import crc64nvme
 
+from ckpt.backends.s3_protocol import sent_checksums
 from support.http_core import Handler, http_server
 from support.servers import S3Server
 
@@ -156,7 +157,14 @@ def strict_s3(host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Ite
     with http_server(_Handler, host=host, state=server, tls=tls) as port:
         name = f"[{host}]" if ":" in host else host
         server.endpoint_url = f"{'http' if tls is None else 'https'}://{name}:{port}"
+        _forget(server.endpoint_url)
         yield server
+
+
+def _forget(endpoint_url: str) -> None:
+    """Forget what was found out about a server before this one, which had the same port."""
+    learned = sent_checksums._without_crc
+    learned -= {bucket_url for bucket_url in learned if bucket_url.startswith(endpoint_url)}
 
 
 class _Refused(Exception):

@@ -331,16 +331,17 @@ def test_temporary_files(tmp_path: Path) -> None:
     save(tmp_path / "c")
     leftovers = [
         "c/rank-00000/.0123456789abcdef-0.distcp.0123456789abcdef.ckpt-tmp", "c/.commit.json.0123456789abcdef.ckpt-tmp",
-        "d/rank-00003/.0123456789abcdef.json.0123456789abcdef.ckpt-tmp",
+        "d/rank-00003/.0123456789abcdef.json.0123456789abcdef.ckpt-tmp", "c/.config.json.0123456789abcdef.ckpt-tmp",
     ]  # fmt: skip
     for key in leftovers:
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_bytes(b"x")
-    assert gc(tmp_path)["young"] == 3
+    assert gc(tmp_path)["young"] == 4
     make_old(tmp_path)
     before = file_names(tmp_path)
     assert {f"{item['place']}/{item['key']}" for item in gc(tmp_path)["items"]} == {
         "c/rank-00000/0123456789abcdef-0.distcp", "c/commit.json", "d/rank-00003/0123456789abcdef.json",
+        "c/config.json",
     }  # fmt: skip
     assert file_names(tmp_path) == before - set(leftovers)
 

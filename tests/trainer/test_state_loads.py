@@ -189,6 +189,21 @@ def test_missing_and_left_over_names_are_named_together_with_a_prefix(tmp_path: 
     ckpt.load({"model": wanted}, tmp_path, options=LoadOptions(rename={"model.a.": "model.b."}))
 
 
+def test_a_whole_prefix_can_be_taken_off_and_put_on(tmp_path: Path) -> None:
+    """As the error proposes: the module's parts are then parts of the program."""
+    saved = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ckpt.save({"model": saved.state_dict()}, tmp_path / "nested")
+    flat = {name: torch.full_like(value, 7) for name, value in saved.state_dict().items()}
+    with pytest.raises(LoadFailed, match=r"LoadOptions\(rename=\{'model\.': ''\}\)"):
+        ckpt.load(flat, tmp_path / "nested")
+    ckpt.load(flat, tmp_path / "nested", options=LoadOptions(rename={"model.": ""}))
+    assert all(torch.equal(flat[name], value) for name, value in saved.state_dict().items())
+    ckpt.save(flat, tmp_path / "flat")
+    loaded = {"model": {name: torch.full_like(value, 7) for name, value in flat.items()}}
+    ckpt.load(loaded, tmp_path / "flat", options=LoadOptions(rename={"": "model."}))
+    assert all(torch.equal(loaded["model"][name], value) for name, value in flat.items())
+
+
 def test_names_in_errors_have_no_control_characters(tmp_path: Path) -> None:
     ckpt.save({"t": {"a\x1b[2J\nFAKE": torch.ones(1), "b": torch.ones(1)}}, tmp_path, checks="off")
     with pytest.raises(LoadFailed, match=r"t\.a\\x1b\[2J\\nFAKE") as seen:

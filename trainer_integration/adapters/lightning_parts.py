@@ -10,6 +10,7 @@ import copy
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -331,7 +332,11 @@ class Finding(_Base):
             if durable:
                 self._last = place_of(durable[0])
                 return {durable[0] + _RECORD}
-        return {path for path in super()._find_last_checkpoints(trainer) if _is_own_file(path)}
+        found = {path for path in super()._find_last_checkpoints(trainer) if _is_own_file(path)}
+        if not found:  # Lightning advises `save_last=True`, which changes nothing here
+            warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available")
+            _logger.info("there is no checkpoint to resume from yet: the training begins at its first step")
+        return found
 
 
 def _agree(strategy: Any, name: str, value: Any) -> None:
