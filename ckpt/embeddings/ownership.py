@@ -103,6 +103,8 @@ class Offer:
 
 class _Shard(Protocol):
     name: str
+    shard: int
+    shards: int
     rows: RowStore
     lock: threading.RLock
 
@@ -116,10 +118,16 @@ def sample_of(rows: RowStore) -> tuple[int, ...]:
     return tuple(ids[places].tolist())
 
 
-def owned(rows: RowStore, ids: Ids, shard: int, shards: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return of each id whether a shard owns it, by its store, and by the hash if that decides."""
-    mask = np.asarray(rows.owns(ids), dtype=np.bool_)
-    return mask & (home_of(ids, shards) == shard) if rows.order == "hash" else mask
+def check_owned(shard: _Shard, ids: Ids) -> None:
+    """Check that rows belong into a shard: by its store, and by the hash if that decides. Raises ConfigurationError."""
+    mask, by = shard.rows.owns(ids), "`owns`"
+    if shard.rows.order == "hash":
+        mask, by = mask & (home_of(ids, shard.shards) == shard.shard), "`owns` and `home_of`"
+    if not mask.all():
+        raise ConfigurationError(
+            f"the id {int(ids[~mask][0])} does not belong into shard {shard.shard} of {shard.shards} of {shard.name!r}, "
+            f"by {by}"
+        )
 
 
 def check_offers(by_rank: Sequence[Sequence[Offer]]) -> None:

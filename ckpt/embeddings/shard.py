@@ -14,7 +14,7 @@ import torch
 from ckpt.embeddings.chain import MAX_FIRST_ID, VERSION, Chain, Costs, Generation, StoredColumn
 from ckpt.embeddings.compared import Comparison
 from ckpt.embeddings.cut import Cut
-from ckpt.embeddings.ownership import Kept, Offer, owned, sample_of
+from ckpt.embeddings.ownership import Kept, Offer, check_owned, sample_of
 from ckpt.embeddings.quantized import Bits, quantize
 from ckpt.embeddings.rows import DenseRows, Ids, RowStore, sorted_ids
 from ckpt.embeddings.touched import Touched, as_set, ids_of
@@ -158,18 +158,8 @@ class TableShard:
 
     def _checked(self, batch: Any) -> Ids:
         ids = ids_of(batch, self.rows.first_id if isinstance(self.rows, DenseRows) else 0)
-        self._check_owned(ids)
+        check_owned(self, ids)
         return ids
-
-    def _check_owned(self, ids: Ids) -> None:
-        """Raise ConfigurationError if a row would belong to no shard, or to another one."""
-        mask = owned(self.rows, ids, self.shard, self.shards)
-        if not mask.all():
-            by = "`owns` and `home_of`" if self.rows.order == "hash" else "`owns`"
-            raise ConfigurationError(
-                f"the id {int(ids[~mask][0])} does not belong into shard {self.shard} of {self.shards} of {self.name!r}, "
-                f"by {by}"
-            )
 
     # -- saves ---------------------------------------------------------------------------------------------
 
@@ -204,10 +194,9 @@ class TableShard:
     def offer(self) -> Offer:
         """Describe the shard to the other ranks, for the save that has begun."""
         with self.lock:
-            costs = self.costs()
             kept = Kept.of(self.rows, self._allow_gaps)
-            sample = sample_of(self.rows) if costs is None else ()
-        return Offer(self.name, self.shard, self.shards, kept, sample, costs)
+            sample = sample_of(self.rows) if self._chain is None else ()
+            return Offer(self.name, self.shard, self.shards, kept, sample, self.costs())
 
     def costs(self) -> Costs | None:
         """Say what the save that has begun could write; None if it can only be a base."""
@@ -231,7 +220,7 @@ class TableShard:
             ids, evicted = sorted_ids(cut.all_ids(), self.rows.order), self._unsaved.evicted
             kept: list[Generation] = []
             with self.lock:
-                self._check_owned(ids)
+                check_owned(self, ids)
         else:
             assert self._chain is not None
             merged = _merged(changes[first:])
@@ -247,17 +236,8 @@ class TableShard:
             block_rows=_block_rows(self.rows),
             first_id=_first_id(ids),
         )
-        has_negative = any(len(each) and int(each.min()) < 0 for each in (ids, evicted))
-        has_negative |= first is not None and self._chain is not None and self._chain.version == VERSION
-        chain = Chain(
-            version=VERSION if has_negative else 1,
-            table=self.name,
-            shard=self.shard,
-            shards=self.shards,
-            order=self.rows.order,
-            columns=_stored_columns(self.rows, self._bits),
-            generations=[*kept, generation],
-        )
+        version = _version(None if first is None else self._chain, ids, evicted)
+        chain = _chain_of(self, _stored_columns(self.rows, self._bits), [*kept, generation], version)
         self._number += 1
         self._pending = [] if first is None else changes
         cut.choose(chain, ids, evicted)
@@ -311,6 +291,26 @@ class TableShard:
 
     def _change(self) -> _Change:
         return _Change(self._touched.ids(), self._evicted.ids())
+
+
+def _version(before: Chain | None, ids: Ids, evicted: Ids) -> int:
+    """Choose the version of a chain that goes on with another one."""
+    has_negative = any(len(each) and int(each.min()) < 0 for each in (ids, evicted))
+    return VERSION if has_negative else 1 if before is None else before.version
+
+
+def _chain_of(
+    shard: TableShard, columns: list[StoredColumn], generations: list[Generation], version: int
+) -> Chain:
+    return Chain(
+        version=version,
+        table=shard.name,
+        shard=shard.shard,
+        shards=shard.shards,
+        order=shard.rows.order,
+        columns=columns,
+        generations=generations,
+    )
 
 
 def entries_of(cut: Cut) -> dict[str, Any]:
