@@ -13,9 +13,16 @@ import msgspec
 from ckpt.backends.base import ObjectStat, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.consistency.block_digests import digest_of
 from ckpt.consistency.checksums import crc64nvme, crc_text
-from ckpt.errors import AlreadyExists, ConfigurationError, IntegrityError, NotFound, UnsafeContent
+from ckpt.errors import (
+    AlreadyExists,
+    CheckpointError,
+    ConfigurationError,
+    IntegrityError,
+    NotFound,
+    UnsafeContent,
+)
 from ckpt.format.names import is_config_name
-from ckpt.format.records import MAX_CONFIG_BYTES, MAX_CONFIG_FILES, ObjectRef
+from ckpt.format.records import MAX_CONFIG_BYTES, MAX_CONFIG_FILES, ObjectRef, StoredCommit
 
 CONFIG_KEY = "config.json"
 """A model's configuration, without which transformers does not load it."""
@@ -59,6 +66,14 @@ def read_config_files(folder: Store) -> dict[str, bytes]:
     return {stat.key: bytes(read_bytes(folder, stat.key, size_bytes=stat.size_bytes)) for stat in stats}
 
 
+def listed_before(previous: StoredCommit | None) -> list[ObjectRef]:
+    """Return the files that the commit to be replaced lists; none of a damaged one, which may be replaced too."""
+    try:
+        return [] if previous is None else list(previous.record.config_files or ())
+    except CheckpointError:
+        return []
+
+
 def check_free(store: Store, files: Mapping[str, bytes]) -> None:
     """Raise AlreadyExists if a place has another file under one of the names."""
     for key, data in files.items():
@@ -67,13 +82,13 @@ def check_free(store: Store, files: Mapping[str, bytes]) -> None:
 
 
 def put_config_files(
-    store: Store, files: Mapping[str, bytes], owned: Iterable[str], algorithm: str | None
+    store: Store, files: Mapping[str, bytes], owned: Iterable[ObjectRef], algorithm: str | None
 ) -> list[ObjectRef]:
     """Put those that are not there; return what the commit lists: these, and those of `owned`, which the last one listed.
 
     A save that fails leaves them: another save may have found them here, and count on them. Raises AlreadyExists.
     """
-    known = set(owned)
+    known = {ref.path for ref in owned}
     listed: list[ObjectRef] = []
     mode = PutMode.CREATE if store.capabilities.conditional_create else PutMode.OVERWRITE
     for key, data in files.items():
@@ -93,10 +108,12 @@ def put_config_files(
 
 def kept_config_files(store: Store, refs: Iterable[ObjectRef], algorithm: str | None) -> list[ObjectRef]:
     """List again those files of an earlier commit that are what was saved."""
-    found = (_read(store, ref) for ref in refs)
-    return [
-        _ref_of(ref.path, data, algorithm) for ref, data in zip(refs, found, strict=True) if data is not None
-    ]
+    kept: list[ObjectRef] = []
+    for ref in refs:
+        data = _read(store, ref)
+        if data is not None:
+            kept.append(_ref_of(ref.path, data, algorithm))
+    return kept
 
 
 def unchanged(store: Store, refs: Iterable[ObjectRef]) -> list[str]:

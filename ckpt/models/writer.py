@@ -30,7 +30,13 @@ from ckpt.consistency.block_digests import FileBlockDigests
 from ckpt.consistency.checksums import BLOCK_SIZE_BYTES
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.format.columns import Columns
-from ckpt.format.config_files import check_free, kept_config_files, put_config_files, read_config_files
+from ckpt.format.config_files import (
+    check_free,
+    kept_config_files,
+    listed_before,
+    put_config_files,
+    read_config_files,
+)
 from ckpt.format.names import last_segment, manifest_key
 from ckpt.format.records import (
     MODEL_VERSION,
@@ -231,19 +237,10 @@ class ModelWriter(CheckpointWriter):
 
     def _put_config_files(self) -> list[ObjectRef]:
         """Put the configuration, and return what the commit lists: without `config_from`, what the last one here did."""
-        before = self._config_files_before()
+        before = listed_before(None if self._coordinator is None else self._coordinator.previous)
         if self._config_from is None:
             return kept_config_files(self._store, before, self.block_digests)
-        return put_config_files(
-            self._store, self._config_files, (ref.path for ref in before), self.block_digests
-        )
-
-    def _config_files_before(self) -> list[ObjectRef]:
-        previous = None if self._coordinator is None else self._coordinator.previous
-        try:
-            return [] if previous is None else list(previous.record.config_files or ())
-        except CheckpointError:  # a damaged one may be replaced
-            return []
+        return put_config_files(self._store, self._config_files, before, self.block_digests)
 
     def _described(self) -> Metadata:
         described: dict[str, Any] = {}

@@ -37,7 +37,7 @@ from ckpt.errors import (
     NotFound,
     short_traceback,
 )
-from ckpt.format.config_files import check_free, put_config_files
+from ckpt.format.config_files import check_free, listed_before, put_config_files
 from ckpt.format.names import (
     MODEL_PREFIX,
     ObjectName,
@@ -238,8 +238,8 @@ class _CheckpointCopy:
 
     def _put_config_files(self, files: Mapping[str, bytes], previous: StoredCommit | None) -> list[ObjectRef]:
         digests = self._commit.block_digests
-        owned = (ref.path for ref in (previous.record.config_files or () if previous else ()))
-        return put_config_files(self._to, files, owned, digests.algorithm if digests else None)
+        algorithm = digests.algorithm if digests else None
+        return put_config_files(self._to, files, listed_before(previous), algorithm)
 
     def _facts(self) -> dict[str, Any]:
         """Return what is different in the commit record of the copy."""

@@ -168,8 +168,8 @@ def remove_within(
             referrers = _late_referrers(store, record)
             kept = [key for key in keys if referrers.hold(key)]
             keys = [key for key in keys if not referrers.hold(key)] + referrers.dead
-            beside = [SCRUB_KEY, *filter(is_our_name, [signature_key(record.described_by.path)])]
-            gone_last = (*keys, *beside, *configuration)
+            companions = [SCRUB_KEY, *filter(is_our_name, [signature_key(record.described_by.path)])]
+            gone_last = (*keys, *companions, *configuration)
             delete_counted(store, {key: sizes.get(key, 0) for key in gone_last}, tally)
             tally.add(len(kept), sum(sizes[key] for key in kept))
             release_bases(store, record)

@@ -284,7 +284,8 @@ def _judge(outcome: Outcome, url: str, options: dict[str, Any], verify: bool) ->
     if not failures:
         return
     first, *_ = failures.values()
-    problems += [f"names no rank: {failure}" for failure in failures.values() if "rank" not in failure]
+    if trial.ranks > 1:  # a job of one rank names none
+        problems += [f"names no rank: {failure}" for failure in failures.values() if "rank" not in failure]
     if not trial.signal and not any(_OBJECT.search(failure) for failure in failures.values()):
         problems.append(f"names no object: {first}")
     if outcome.happened_at_s is None:

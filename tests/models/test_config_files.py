@@ -187,6 +187,17 @@ def test_a_copy_that_lacks_a_file_is_completed(tmp_path: Path, base: Path) -> No
     assert ckpt.verify(tmp_path / "b").ok
 
 
+def test_a_save_replaces_a_damaged_checkpoint(tmp_path: Path, base: Path) -> None:
+    """What its commit lists is not known, so the files that are here belong to nothing that is known."""
+    save(tmp_path / "a", base, tags={"run": "a"})
+    damaged = tmp_path / "a" / "commit.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b'"run":"a"', b'"run":"b"'))
+    save(tmp_path / "a", base)
+    assert ckpt.verify(tmp_path / "a").damages == []
+    ckpt.remove(tmp_path / "a")
+    assert config_files(tmp_path / "a") == FILES
+
+
 def test_base_folders_as_people_have_them(tmp_path: Path, base: Path) -> None:
     os.symlink("nothing", base / "a-link-to-nothing.json")
     os.symlink("..", base / "a-link-to-a-folder")
