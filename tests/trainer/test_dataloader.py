@@ -435,7 +435,7 @@ def test_positions_in_other_data_are_refused(kind: str, changed: dict[str, Any],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sources_come_and_go_and_weights_change(kind: str) -> None:
-    """Each source goes on where it was; the new weights hold from here on."""
+    """Each source continues where it was; the new weights hold from here on."""
     sources = {name: Numbered([8] * 100, first=10_000 * at, kind=kind) for at, name in enumerate("abc")}
     options: dict[str, Any] = {"shards": 4, "sequence_length": 8}
     (first,) = loaders_of({name: sources[name] for name in "ab"}, 1, None, **options)

@@ -52,7 +52,7 @@ class _Reader:
             raise ConfigurationError(f"no document of source {name!r} has tokens")
 
     def remaining(self, epochs: int) -> int:
-        """Count the sequences up to the end of so many epochs."""
+        """Count the sequences up to the end of a number of epochs."""
         tokens = (epochs - self.start.epoch) * self._tokens - self.start.tokens
         return max(0, -(-tokens // self._length))
 
@@ -242,7 +242,7 @@ class GlobalOrder:
         self._move()
 
     def _move(self) -> None:
-        """Go on to the first turn whose sequence was not read."""
+        """Move to the first turn whose sequence was not read."""
         size, rank = self._plan.world_size, self._plan.rank
         while self._read_to in self._read_ahead or self._read_to * size + rank in self._base.ahead:
             self._read_ahead.discard(self._read_to)
@@ -282,7 +282,7 @@ class GlobalOrder:
         return positions
 
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
-        """Go on from `state`, which was saved with the settings `saved`. `is_same_mix`: sources and weights are the same.
+        """Continue from `state`, which was saved with the settings `saved`. `is_same_mix`: sources and weights are the same.
 
         Raises FormatError if it is no state, ConfigurationError if it cannot be gone on with.
         """
