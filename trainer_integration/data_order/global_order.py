@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import ConfigurationError, FormatError
+from ckpt.format.bounds import MAX_RANKS
 from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream
 from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.data_order.plan import Plan, Sample
@@ -18,6 +19,8 @@ from ckpt.trainer_integration.sources import Tokens
 
 _AT_ONCE = 1 << 12
 """Sequences of all ranks that are planned at a time."""
+_MAX_AHEAD = 1 << 24
+"""Sequences that all ranks together may have read further than the last of them."""
 
 
 class SourcePosition(NamedTuple):
@@ -321,6 +324,8 @@ def _united(
         for key, values in state["ranks"].items():
             rank, size = (int(number) for number in key.split("-of-"))
             saved.append(_of_rank(rank, values, names))
+        if not len(saved) <= size <= MAX_RANKS:
+            raise ValueError(f"{len(saved)} of {size} ranks")
         first = saved[0]
         known = {each.rank for each in saved}
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -329,6 +334,9 @@ def _united(
         ahead = [slot - first.rank + rank for slot in first.ahead]
         saved.append(_OfRank(rank, first.turns, ahead, first.positions))
     last = min(saved, key=lambda each: each.turns)
+    ahead_of_last = sum(each.turns - last.turns + len(each.ahead) for each in saved)
+    if ahead_of_last > _MAX_AHEAD:
+        raise FormatError(f"the loader's state says that some ranks are {ahead_of_last} sequences ahead of others")
     read: set[int] = set()
     for each in saved:
         further = each.turns - last.turns
