@@ -336,7 +336,9 @@ def _united(
     last = min(saved, key=lambda each: each.turns)
     ahead_of_last = sum(each.turns - last.turns + len(each.ahead) for each in saved)
     if ahead_of_last > _MAX_AHEAD:
-        raise FormatError(f"the loader's state says that some ranks are {ahead_of_last} sequences ahead of others")
+        raise FormatError(
+            f"the loader's state says that some ranks are {ahead_of_last} sequences ahead of others"
+        )
     read: set[int] = set()
     for each in saved:
         further = each.turns - last.turns
