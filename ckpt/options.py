@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt.errors import ConfigurationError
 
-__all__ = ["LoadOptions", "ManagerOptions", "SaveOptions"]
+__all__ = ["DataOptions", "LoadOptions", "ManagerOptions", "SaveOptions"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,41 @@ class ManagerOptions:
         check_choice("on_existing", self.on_existing, "error", "new-run")
         check_choice("resume_check", self.resume_check, "first", "every", "off")
         check_options("save_options", self.save_options, SaveOptions)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Options of a `ShardedDataset`, and of the `RescalableLoader` of it.
+
+    Attributes:
+        on_exhausted: with `epochs=`, at the end of a source: `drop` it and read the others, `stop`, or `repeat` it
+            until the last one ends.
+        turns: where the lengths of documents are not known, shards take turns by the `share` of them that was read,
+            so that each document is read once before any is read twice; or by `count`, so that the global batch of a
+            step is the same on any number of ranks that divides `shards` (with one source).
+        allow_other_data: continue with other documents than the state was saved for; the log names them.
+        skip_bad_documents: documents that each process that reads may skip because they cannot be read; each is
+            logged.
+        positions: batches of a `RescalableLoader` are dicts of `tokens`, `shard` and `position`, and the state
+            follows `loader.record(batch)`, not what was handed out.
+    """
+
+    on_exhausted: Literal["drop", "stop", "repeat"] = "drop"
+    turns: Literal["share", "count"] = "share"
+    allow_other_data: bool = False
+    skip_bad_documents: int = 0
+    positions: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("on_exhausted", self.on_exhausted, "drop", "stop", "repeat")
+        check_choice("turns", self.turns, "share", "count")
+        check_choice("allow_other_data", self.allow_other_data, True, False)
+        check_choice("positions", self.positions, True, False)
+        skipped = self.skip_bad_documents
+        if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
+            raise ConfigurationError(
+                f"skip_bad_documents must be a number of documents, not {skipped!r:.100}"
+            )
 
 
 def check_options(name: str, value: object, kind: type) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt.child_processes import isolate_children
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.trainer_integration.data_order.shards import Position
-from ckpt.trainer_integration.dataset import Sample, ShardedDataset
+from ckpt.trainer_integration.data_order.plan import Sample
+from ckpt.trainer_integration.dataset import ShardedDataset
 from ckpt.trainer_integration.run.loader_workers import outlive
 
 __all__ = ["RescalableLoader"]
@@ -54,10 +54,9 @@ class RescalableLoader:
             raise ConfigurationError(
                 "batch_size, prefetch_factor and timeout_s must be positive, num_workers not negative"
             )
-        if num_workers > len(dataset.own_shards):
-            raise ConfigurationError(
-                f"this rank has {len(dataset.own_shards)} shards, too few for {num_workers} workers"
-            )
+        parts = dataset.positions.order.parts
+        if parts is not None and num_workers > parts:
+            raise ConfigurationError(f"this rank has {parts} shards, too few for {num_workers} workers")
         self.dataset, self.batch_size, self._num_workers = dataset, batch_size, num_workers
         self._pin_memory = pin_memory
         self._worker_options: dict[str, Any] = {
@@ -72,7 +71,7 @@ class RescalableLoader:
 
     @property
     def epoch(self) -> int:
-        """Count the epochs that all of this rank's shards have completed."""
+        """Count the epochs that are complete (`Positions.epoch`)."""
         return self.dataset.positions.epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,75 +85,126 @@ class RescalableLoader:
         """
         self.dataset.positions.load_state_dict(state)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        """Yield batches: int64, `batch_size` x `sequence_length`; the last one may be smaller.
+    def record(self, batch: Mapping[str, Any]) -> None:
+        """Note that a batch was used for training; with `DataOptions(positions=True)` nothing else moves the state."""
+        self.dataset.positions.record(batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches: int64, `batch_size` x `sequence_length`; the last ones may be smaller.
+
+        With `DataOptions(positions=True)` each is a dict of them as `tokens`, and of `shard` and `position` for `record`.
 
         Raises:
+            ConfigurationError: another rank reads other data, or has other settings.
+            FormatError: a document cannot be read; the next call raises again.
             CheckpointError: a worker died, or does not answer.
             RuntimeError: torch's, wherever the main thread is at the moment when a worker dies.
         """
-        positions = self.dataset.positions
-        positions.generation += 1
-        generation = positions.generation
-        samples = self._samples()
-        while batch := self._batch(samples):
-            if positions.generation != generation:
-                raise CheckpointError(
-                    "another iteration over this loader has begun, or a state was loaded: iterate anew"
-                )
-            positions.advance((sample.shard, sample.position) for sample in batch)
-            if rows := [self.dataset.padded(sample.tokens) for sample in batch if len(sample.tokens)]:
-                tokens = torch.from_numpy(np.stack(rows))
-                yield tokens.pin_memory() if self._pin_memory else tokens
+        self.dataset.begin()
+        return _Batches(self)
 
     def _batch(self, samples: Iterator[Sample]) -> list[Sample]:
-        """Collect a batch: one sample per row, and empty ones, with which shards may end."""
-        batch: list[Sample] = []
-        rows = 0
-        while rows < self.batch_size and (sample := next(samples, None)) is not None:
-            batch.append(sample)
-            rows += len(sample.tokens) > 0
-        return batch
+        return list(itertools.islice(samples, self.batch_size))
 
-    def _samples(self) -> Iterator[Sample]:
-        """Yield the samples of all shards in the same order for any number of workers."""
-        shards = self.dataset.own_shards
-        positions = self.dataset.positions.of(shards)
+    def _tensors(self, batch: list[Sample]) -> Any:
+        """Make what is handed out; None of a batch without tokens."""
+        used = [sample for sample in batch if len(sample.tokens) or sample.is_filler]
+        if not used:
+            return None
+        tokens = self._pinned(self.dataset.rows([sample.tokens for sample in used]))
+        if not self.dataset.options.positions:
+            return tokens
+        shards = torch.tensor([sample.shard for sample in batch])
+        return {
+            "tokens": tokens,
+            "shard": shards,
+            "position": torch.tensor([sample.position for sample in batch]),
+        }
+
+    def _pinned(self, rows: Any) -> torch.Tensor:
+        tokens = torch.from_numpy(rows)
+        return tokens.pin_memory() if self._pin_memory else tokens
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples of this rank in the same order for any number of workers."""
         if not self._num_workers:
-            return self.dataset.samples(positions)
-        streams: dict[int, Iterator[Sample]] = {}
+            return self.dataset.samples()
         isolate_children()
-        for number in range(self._num_workers):
-            part = shards[number :: self._num_workers]
-            # torch would draw seeds from the trainer's generator, once more in a resumed run.
-            seeds = torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
-            worker = _WorkerShards(self.dataset, self.dataset.positions.of(part))
-            # One loader for each worker: one loader of many workers would have an order of its own.
-            loader: DataLoader[Sample] = DataLoader(worker, generator=seeds, **self._worker_options)
-            streams |= dict.fromkeys(part, iter(loader))
-        return self.dataset.in_turn(positions, lambda index: _next(streams[index], index))
+        order = self.dataset.positions.order
+        taken = [order.taken() for _ in range(self._num_workers)]
+        return order.joined([self._stream(number, each) for number, each in enumerate(taken)], taken)
+
+    def _stream(self, number: int, taken: torch.Tensor | None) -> Iterator[Sample]:
+        # torch would draw seeds from the trainer's generator, once more in a resumed run.
+        seeds = torch.Generator().manual_seed((torch.initial_seed() + number) % (1 << 63))
+        # One loader for each worker: one loader of many workers would have an order of its own.
+        part = _WorkerPart(self.dataset, number, self._num_workers, taken)
+        loader: DataLoader[Sample] = DataLoader(part, generator=seeds, **self._worker_options)
+        return _FromWorker(iter(loader), number)
 
 
-class _WorkerShards(IterableDataset[Sample]):
-    """Read the shards of one worker."""
+class _Batches:
+    """An iteration over a loader. After an error of a source it raises again, as the data are not over."""
 
-    def __init__(self, dataset: ShardedDataset, positions: Mapping[int, Position]) -> None:
+    def __init__(self, loader: RescalableLoader) -> None:
+        self._loader = loader
+        self._generation = loader.dataset.positions.generation
+        self._samples = loader.samples()
+        self._error: Exception | None = None
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def close(self) -> None:
+        """End the workers."""
+        self._samples = iter(())
+
+    def __next__(self) -> Any:
+        positions = self._loader.dataset.positions
+        while True:
+            if self._error is not None:
+                raise self._error
+            try:
+                batch = self._loader._batch(self._samples)
+            except Exception as error:
+                self._error = error
+                raise
+            if not batch:
+                raise StopIteration
+            if positions.generation != self._generation:
+                raise CheckpointError(
+                    "another iteration over this loader has begun, or a state was loaded: begin a new iteration"
+                )
+            if not self._loader.dataset.options.positions:
+                positions.advance((sample.shard, sample.position) for sample in batch)
+            if (tensors := self._loader._tensors(batch)) is not None:
+                return tensors
+
+
+class _WorkerPart(IterableDataset[Sample]):
+    """Read the part of one worker."""
+
+    def __init__(
+        self, dataset: ShardedDataset, number: int, workers: int, taken: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
-        self._dataset, self._positions = dataset, positions
+        self._dataset, self._number, self._workers, self._taken = dataset, number, workers, taken
 
     def __iter__(self) -> Iterator[Sample]:
-        return self._dataset.samples(self._positions)
+        return self._dataset.samples(self._number, self._workers, self._taken)
 
 
-def _next(stream: Iterator[Sample], index: int) -> Sample:
-    """Read the next sample of a worker, which has to be of shard `index`."""
-    try:
-        sample = next(stream, None)
-    except RuntimeError as error:  # torch's, for a worker that died or does not answer
-        raise CheckpointError(f"the worker that reads shard {index} failed: {error}") from error
-    if sample is None or sample.shard != index:
-        raise CheckpointError(f"the worker that reads shard {index} returned no sample of it")
-    return sample
+class _FromWorker(Iterator[Sample]):
+    """The samples of a worker. Raises CheckpointError if it died or does not answer."""
+
+    def __init__(self, samples: Iterator[Sample], number: int) -> None:
+        self._samples, self._number = samples, number
+
+    def __next__(self) -> Sample:
+        try:
+            return next(self._samples)
+        except RuntimeError as error:  # torch's, for a worker that died or does not answer
+            raise CheckpointError(f"the worker {self._number} that reads data failed: {error}") from error
 
 
 def _outlive(_: int) -> None:

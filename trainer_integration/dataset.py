@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ckpt.errors import ConfigurationError
+from ckpt.options import DataOptions, check_options
+from ckpt.trainer_integration.data_order.agreement import Agreement
+from ckpt.trainer_integration.data_order.plan import Plan, Sample
 from ckpt.trainer_integration.data_order.positions import Positions
-from ckpt.trainer_integration.data_order.shards import Cursor, Position, Shard
-from ckpt.trainer_integration.sources import Source, Tokens, as_tokens
+from ckpt.trainer_integration.sources import Source, Tokens
 
 __all__ = ["DEFAULT_SHARDS", "Sample", "ShardedDataset"]
 
 DEFAULT_SHARDS = 1920
 """2^7 x 3 x 5: divisible by many numbers of ranks."""
-
-
-class Sample(NamedTuple):
-    """A sequence of a shard, and the position after it. At the end it has fewer tokens, or none."""
-
-    shard: int
-    position: Position
-    tokens: Tokens
 
 
 class ShardedDataset(IterableDataset[dict[str, Any]]):
@@ -47,6 +42,7 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         epochs: the number of passes; None never ends. The last sequence of each shard is then
             filled up with `pad_token`.
         bos_token, eos_token: put before and after each document.
+        options: a `ckpt.options.DataOptions`.
         rank, world_size: among the ranks that read different data; by default those of
             torch.distributed.
 
@@ -67,145 +63,121 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
         eos_token: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        options: DataOptions | None = None,
     ) -> None:
         super().__init__()
-        self._sources = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
-        self._weights = _shares(self._sources, weights)
-        self.sequence_length, self._shard_count = sequence_length, shards
-        self._seed, self._epochs, self._pad_token = seed, epochs, pad_token
-        self._delimiters = {"bos_token": bos_token, "eos_token": eos_token}
+        named = dict(sources) if isinstance(sources, Mapping) else {"data": sources}
+        self.sequence_length, self._pad_token = sequence_length, pad_token
         self.rank, self.world_size = _rank_and_world_size(rank, world_size)
-        self._check()
-        self._shards = dict(self._own_shards())
-        fingerprints = {
-            name: f"{source.documents} documents, {source.fingerprint}"
-            for name, source in self._sources.items()
-        }
-        settings = {"version": 1, "sources": fingerprints, "shards": shards, "seed": seed, **self._delimiters}
-        self.positions = Positions(self._shards, settings)
+        self.options = DataOptions() if options is None else options
+        check_options("options", self.options, DataOptions)
+        shares = _shares(named, weights)
+        if sequence_length < 1:
+            raise ConfigurationError(f"sequence_length must be positive, not {sequence_length}")
+        if shards < 1:
+            raise ConfigurationError(f"shards must be positive, not {shards}")
+        if epochs is not None and pad_token is None:
+            raise ConfigurationError("epochs= needs pad_token=, which fills up the last sequence")
+        for name, source in named.items():
+            if not source.documents:
+                raise ConfigurationError(f"source {name!r} has no documents")
+        plan = Plan(
+            named, shares, sequence_length, shards, seed, epochs, self.rank, self.world_size, bos_token, eos_token,
+            self.options,
+        )  # fmt: skip
+        self.positions = Positions(plan)
+        self._agreement = Agreement(self.rank, self.world_size)
 
-    @property
-    def own_shards(self) -> Sequence[int]:
-        """List the indices of this rank's shards."""
-        return [*self._shards]
+    def begin(self) -> None:
+        """Begin an iteration. Raises ConfigurationError if another rank reads other data or has other settings."""
+        self._agreement.check(self.positions.settings())
+        self.positions.restart()
 
-    def samples(self, positions: Mapping[int, Position]) -> Iterator[Sample]:
-        """Read the sequences of some of this rank's shards, in turn, from `positions` onwards."""
-        options = {"seed": self._seed, "epochs": self._epochs, **self._delimiters}
-        cursors: dict[int, Cursor] = {}
-        for index, position in positions.items():
-            shard = self._shards[index]
-            cursors[index] = Cursor(shard, self._sources[shard.source_name], position, **options)
+    def samples(self, first: int = 0, step: int = 1, taken: torch.Tensor | None = None) -> Iterator[Sample]:
+        """Read this rank's sequences: every `step`-th part of them from the `first` on, in turn."""
+        order = self.positions.order
+        return order.samples(order.part(first, step), first, step, taken)
 
-        def read(index: int) -> Sample:
-            tokens = cursors[index].take(self.sequence_length)
-            return Sample(index, cursors[index].position, tokens)
-
-        return self.in_turn(positions, read)
-
-    def in_turn(self, positions: Mapping[int, Position], read: Callable[[int], Sample]) -> Iterator[Sample]:
-        """Yield the samples that `read` returns of shards, the one furthest behind its share first.
-
-        A shard's next turn follows from its own position alone. So any subset of the shards, read
-        on its own, is read in the order that it has among all.
-        """
-        waiting: list[tuple[float, int]] = []
-
-        def wait(index: int, position: Position) -> None:
-            shard = self._shards[index]
-            if self._epochs is None or position.epoch < self._epochs:
-                # The number spreads shards of equal turns.
-                turns = position.sequences + shard.number / shard.total
-                heapq.heappush(waiting, (turns / self._weights[shard.source_name], index))
-
-        for index, position in positions.items():
-            wait(index, position)
-        while waiting:
-            sample = read(heapq.heappop(waiting)[1])
-            wait(sample.shard, sample.position)
-            yield sample
-
-    def padded(self, tokens: Tokens) -> Tokens:
-        """Convert `tokens` to int64, filled up to a whole sequence."""
-        row = np.full(self.sequence_length, self._pad_token or 0, np.int64)
-        row[: len(tokens)] = tokens
-        return row
+    def rows(self, sequences: Sequence[Tokens]) -> Tokens:
+        """Make rows of int64, filled up to whole sequences."""
+        rows = np.empty((len(sequences), self.sequence_length), np.int64)
+        for row, tokens in zip(rows, sequences, strict=True):
+            row[: len(tokens)] = tokens
+            if len(tokens) < self.sequence_length:
+                row[len(tokens) :] = self._pad_token or 0
+        return rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return _TorchSamples(self, self.positions.of(self.own_shards[first::step]))
-
-    def _own_shards(self) -> Iterator[tuple[int, Shard]]:
-        """List every `world_size`-th shard: ranks in step then read neighbouring shards."""
-        for number, (name, source) in enumerate(self._sources.items()):
-            for shard in Shard.all_of(name, source.documents, self._shard_count):
-                if shard.number % self.world_size == self.rank:
-                    yield number * self._shard_count + shard.number, shard
-
-    def _check(self) -> None:
-        if self.sequence_length < 1:
-            raise ConfigurationError(f"sequence_length must be positive, not {self.sequence_length}")
-        if self.world_size > self._shard_count:
-            raise ConfigurationError(
-                f"{self._shard_count} shards are too few for {self.world_size} ranks; raise shards="
-            )
-        if self._epochs is not None and self._pad_token is None:
-            raise ConfigurationError("epochs= needs pad_token=, which fills up the last sequence of a shard")
-        for name, source in self._sources.items():
-            if source.documents < self._shard_count:
-                raise ConfigurationError(
-                    f"source {name!r} has {source.documents} documents, fewer than shards={self._shard_count}"
-                )
-            as_tokens([token for token in self._delimiters.values() if token is not None], source.dtype)
+        if worker is None:
+            self.begin()
+            return _TorchSamples(self, 0, 1)
+        return _TorchSamples(self, worker.id, worker.num_workers)
 
 
 class _TorchSamples(Iterator[dict[str, Any]]):
     """Yield samples for torch's default collation, with a state as torchdata wants it."""
 
-    def __init__(self, dataset: ShardedDataset, positions: dict[int, Position]) -> None:
-        self._dataset = dataset
-        self._restart(positions)
+    def __init__(self, dataset: ShardedDataset, first: int, step: int) -> None:
+        self._dataset, self._part = dataset, (first, step)
+        self._order = dataset.positions.order
+        self._at = self._order.part(first, step)
+        self._restart()
 
-    def _restart(self, positions: dict[int, Position]) -> None:
-        self._positions, self._samples = positions, self._dataset.samples(positions)
+    def _restart(self) -> None:
+        self._samples = self._order.samples(self._at, *self._part)
 
     def __next__(self) -> dict[str, Any]:
         try:
-            for index, position, tokens in self._samples:
-                self._positions[index] = position
-                if len(tokens):
-                    row, numbers = self._dataset.padded(tokens), np.array(position, np.int64)
-                    return {"tokens": row, "shard": index, "position": numbers}
+            for sample in self._samples:
+                self._order.note(self._at, sample)
+                if len(sample.tokens):
+                    numbers = np.array(sample.position, np.int64)
+                    return {
+                        "tokens": self._dataset.rows([sample.tokens])[0],
+                        "shard": sample.shard,
+                        "position": numbers,
+                    }
         except Exception:
-            self._restart(self._positions)  # a generator that raised is over; the data are not
+            self._restart()  # a generator that raised is over; the data are not
             raise
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
         # Plain values under names: torchdata sends changed ones; tensors would take a file each.
-        return {str(index): [*position] for index, position in self._positions.items()}
+        return dict(self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._restart({int(index): Position(*values) for index, values in state.items()})
+        self._at = dict(state)
+        self._restart()
 
 
 def _shares(sources: Mapping[str, Source], weights: Mapping[str, float] | None) -> dict[str, float]:
     if not sources:
         raise ConfigurationError("sources= is empty")
     shares = dict.fromkeys(sources, 1.0) if weights is None else dict(weights)
-    if set(shares) != set(sources) or not all(0 < weight < float("inf") for weight in shares.values()):
+    are_numbers = all(0 <= weight < float("inf") for weight in shares.values())
+    if set(shares) != set(sources) or not are_numbers or not any(shares.values()):
         names = ", ".join(map(str, sources))
-        raise ConfigurationError(f"weights must be a positive number for each of {names}, not {weights}")
-    return shares
+        raise ConfigurationError(
+            f"weights must be a number for each of {names}, not all of them 0, not {weights}"
+        )
+    return {name: float(shares[name]) for name in sources}
 
 
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigurationError("give rank and world_size both, or neither")
     if rank is None or world_size is None:
-        is_initialized = dist.is_available() and dist.is_initialized()
-        return (dist.get_rank(), dist.get_world_size()) if is_initialized else (0, 1)
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        started = os.environ.get("WORLD_SIZE", "1")
+        if started.isdecimal() and int(started) > 1 and "RANK" in os.environ:
+            raise ConfigurationError(
+                f"WORLD_SIZE is {started} and there is no process group: call torch.distributed.init_process_group first, or "
+                "give rank= and world_size="
+            )
+        return 0, 1
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank must be from 0 to {world_size - 1} (world_size - 1), not {rank}")
     return rank, world_size

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from ckpt.trainer_integration.sources import (
 )
 
 __all__ = ["ParquetFiles"]
+
+_logger = logging.getLogger(__name__)
 
 
 class ParquetFiles(Source):
@@ -60,12 +65,19 @@ class ParquetFiles(Source):
         if not self._ends:
             raise ConfigurationError("the Parquet files have no rows")
         self.documents = self._ends[-1]
-        self.fingerprint = fingerprint_of([path.name for path in files], column, self._ends)
+        self.fingerprint = fingerprint_of(column, self._ends)
         self._row_groups: Cache[Any] = Cache(cache_bytes)
         self._documents: Cache[Tokens] = Cache(cache_bytes)
+        self._used: OrderedDict[int, int] = OrderedDict()  # bytes of row groups, those used last at the end
+        self._has_warned = False
 
     def tokens(self, document: int) -> Tokens:
         return self._documents.get(document, lambda: self._read(document), lambda tokens: tokens.nbytes)
+
+    samples = 2
+
+    def finished(self, document: int) -> None:
+        self._documents.drop(document)
 
     def cuts(self, start: int, stop: int) -> Sequence[int]:
         return self._ends[bisect_right(self._ends, start) : bisect_left(self._ends, stop)]
@@ -73,22 +85,54 @@ class ParquetFiles(Source):
     def _read(self, document: int) -> Tokens:
         group = bisect_right(self._ends, document)
         row = document - (self._ends[group - 1] if group else 0)
+        value = self._rows_of(group)[row]
+        if not value.is_valid:
+            return np.empty(0, self.dtype)
+        try:
+            if self._tokenize is not None:
+                return as_tokens(self._tokenize(value.as_py()), self.dtype)
+            # A copy: a view would keep the whole row group in memory, which the cache does not count.
+            tokens: Tokens = as_tokens(value.values.to_numpy(zero_copy_only=False), self.dtype).copy()
+        except Exception as error:
+            path, number = self._groups[group]
+            where = f"{path}, row group {number}, row {row}"
+            if isinstance(error, ConfigurationError):
+                raise ConfigurationError(f"{where}: {error.message}") from None
+            raise FormatError(f"{where}: {type(error).__name__}: {error}") from error
+        return tokens
+
+    def _rows_of(self, group: int) -> Any:
+        is_kept = group in self._row_groups
         column = self._row_groups.get(
             group, lambda: self._row_group(group), lambda column: int(column.nbytes)
         )
-        value = column[row]
-        if not value.is_valid:
-            return np.empty(0, self.dtype)
-        if self._tokenize is not None:
-            return as_tokens(self._tokenize(value.as_py()), self.dtype)
-        # A copy: a view would keep the whole row group in memory, which the cache does not count.
-        tokens: Tokens = as_tokens(value.values.to_numpy(zero_copy_only=False), self.dtype).copy()
-        return tokens
+        if not is_kept and group in self._used:
+            self._warn(group)
+        self._used[group] = int(column.nbytes)
+        self._used.move_to_end(group)
+        return column
+
+    def _warn(self, group: int) -> None:
+        """Say once that row groups are read again and again."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        others = itertools.takewhile(lambda each: each != group, reversed(self._used))
+        needed = self._used[group] + sum(self._used[each] for each in others)
+        path, number = self._groups[group]
+        _logger.warning(
+            "row group %d of %s is read again, as cache_bytes is too small for the row groups that are read in turn: with "
+            "cache_bytes=%d each is read once. Or write smaller row groups, or take fewer shards",
+            number, path, needed,
+        )  # fmt: skip
 
     def _row_group(self, group: int) -> Any:
         path, number = self._groups[group]
-        with _opened(path) as file:
-            return file.read_row_group(number, columns=[self._column], use_threads=False).column(0)
+        try:
+            with _opened(path) as file:
+                return file.read_row_group(number, columns=[self._column], use_threads=False).column(0)
+        except (OSError, ValueError) as error:  # pyarrow's are of these
+            raise FormatError(f"{path}, row group {number}: {error}") from error
 
     def _note_groups(self, path: Path) -> None:
         with _opened(path) as file:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ Tokenize = Callable[[Any], Sequence[int]]
 T = TypeVar("T")
 
 DEFAULT_CACHE_BYTES = 256 << 20
+_MAX_COUNTED = 10**6
+"""Rows whose lengths are counted: it takes each process a microsecond or more a row."""
 
 
 class Source(ABC):
@@ -29,16 +32,27 @@ class Source(ABC):
     Attributes:
         documents: their number.
         dtype: of the tokens, an integer type.
-        fingerprint: changes when the documents do; positions saved for others are refused.
+        fingerprint: what is known of all documents without reading them, such as the sizes of files; it and a sample of
+            documents say whether positions were saved for these data.
     """
 
     documents: int
     dtype: np.dtype[Any]
-    fingerprint: str
+    fingerprint: str = ""
+
+    samples = 16
+    """Documents that are read to recognise the data: fewer where one is dear to read."""
 
     @abstractmethod
     def tokens(self, document: int) -> Tokens:
         """Return a document's tokens, one-dimensional. Called once per sequence: keep it cheap."""
+
+    def lengths(self, documents: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64] | None:
+        """Return how many tokens some documents have; None if that is not known without reading them."""
+        return None
+
+    def finished(self, document: int) -> None:  # noqa: B027 (most keep nothing)
+        """Forget a document that was read to its end."""
 
     def cuts(self, start: int, stop: int) -> Sequence[int]:
         """List the ascending numbers that cut `start` to `stop` into blocks cheap to read.
@@ -59,6 +73,9 @@ class Rows(Protocol):
 class MapSource(Source):
     """Read documents from rows: a Hugging Face `Dataset`, a map-style torch `Dataset`, a list.
 
+    Without `tokenize`, up to 10^6 rows are counted once: where the lengths of documents are known, all ranks read in one
+    order.
+
     Args:
         rows: read one at a time, by number; it has to pickle, or be inherited by forked workers.
         column: the column to read; None takes the row itself.
@@ -75,14 +92,32 @@ class MapSource(Source):
         dtype: npt.DTypeLike = np.int32,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise ConfigurationError(
+                f"rows= needs a length and rows by number, and a {type(rows).__name__} has not both: give a map-style data "
+                "set (of Hugging Face: load_dataset(..., streaming=False))"
+            )
         self._rows, self._column, self._tokenize = rows, column, tokenize
         self.documents, self.dtype = len(rows), np.dtype(dtype)
-        # Hugging Face's own fingerprint names the transformations that made a data set.
-        self.fingerprint = fingerprint_of(self.documents, column, getattr(rows, "_fingerprint", None))
+        self._lengths: npt.NDArray[np.int64] | None = None
+        self._counts = tokenize is None and self.documents <= _MAX_COUNTED
         self._cache: Cache[Tokens] = Cache(cache_bytes)
 
     def tokens(self, document: int) -> Tokens:
         return self._cache.get(document, lambda: self._read(document), lambda tokens: tokens.nbytes)
+
+    def lengths(self, documents: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64] | None:
+        if self._counts and self._lengths is None:
+            try:
+                self._lengths = np.fromiter(
+                    (len(self._read(n)) for n in range(self.documents)), np.int64, self.documents
+                )
+            except Exception:
+                self._counts = False  # a row that cannot be read is named when its turn comes
+        return None if self._lengths is None else self._lengths[documents]
+
+    def finished(self, document: int) -> None:
+        self._cache.drop(document)
 
     def _read(self, document: int) -> Tokens:
         value = self._rows[document]
@@ -114,12 +149,49 @@ class Cache(Generic[T]):
             self._size_bytes -= dropped_bytes
         return value
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
+    def drop(self, key: Hashable) -> None:
+        """Forget the value under `key`, if there is one."""
+        _, size_bytes = self._values.pop(key, (None, 0))
+        self._size_bytes -= size_bytes
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._budget_bytes,)
 
 
+class Look(NamedTuple):
+    """A look at a sample of a source's documents: a text that changes with them, and their mean length in tokens."""
+
+    content: str
+    mean_tokens: float
+
+
+def look_at(source: Source) -> Look:
+    """Read up to 16 documents, spread over the whole source."""
+    count = min(source.samples, source.documents)
+    numbers = sorted({(source.documents - 1) * at // max(1, count - 1) for at in range(count)})
+    digest = hashlib.blake2b(repr((source.documents, source.fingerprint)).encode(), digest_size=8)
+    tokens = 0
+    for number in numbers:
+        try:
+            document = np.asarray(source.tokens(number), np.int64)
+        except Exception:
+            digest.update(b"unreadable")  # it is named when its turn comes
+            continue
+        tokens += len(document)
+        digest.update(len(document).to_bytes(8, "little") + document.tobytes())
+    return Look(digest.hexdigest(), tokens / max(1, len(numbers)))
+
+
 def as_tokens(values: Any, dtype: np.dtype[Any]) -> Tokens:
     """Convert `values` to an array. Raises ConfigurationError if they do not fit."""
+    if hasattr(values, "input_ids") or isinstance(values, dict):
+        raise ConfigurationError(
+            f"a document must be one list of integer tokens, not a {type(values).__name__}: a tokenizer of Hugging Face "
+            'returns several values, of which tokens are ["input_ids"]'
+        )
     tokens = np.asarray(values)
     if tokens.size == 0:
         return np.empty(0, dtype)

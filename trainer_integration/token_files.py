@@ -18,6 +18,9 @@ from ckpt.trainer_integration.sources import Source, Tokens, as_tokens, fingerpr
 __all__ = ["TokenFiles", "write_token_file"]
 
 _OFFSETS = ".offsets.npy"
+_LOOKED_AT = 8192
+_MAX_HIGH = 16
+"""The high halves of tokens of 32 bits are below it, for vocabularies of up to a million."""
 
 
 class TokenFiles(Source):
@@ -29,7 +32,7 @@ class TokenFiles(Source):
 
     Args:
         paths: the files, in an order that is the same on all ranks and in all runs.
-        dtype: of raw files.
+        dtype: of raw files; default uint16, unless a file looks as if it held uint32.
         document_tokens: length of a document in files without offsets.
 
     Raises:
@@ -40,18 +43,22 @@ class TokenFiles(Source):
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        dtype: npt.DTypeLike = np.uint16,
+        dtype: npt.DTypeLike | None = None,
         document_tokens: int | None = None,
     ) -> None:
         self._paths = [Path(path).absolute() for path in paths]
-        self._raw_dtype, self._document_tokens = np.dtype(dtype), document_tokens
+        self._raw_dtype, self._document_tokens = (
+            np.dtype(np.uint16 if dtype is None else dtype),
+            document_tokens,
+        )
+        self._is_default_dtype = dtype is None
         self._open: dict[int, tuple[Tokens, npt.NDArray[np.int64] | None]] = {}
         sizes = [self._facts(number) for number in range(len(self._paths))]
         if not sizes:
             raise ConfigurationError("TokenFiles needs at least one path")
         self._starts = [0, *accumulate(documents for documents, _ in sizes)]
         self.documents = self._starts[-1]
-        self.fingerprint = fingerprint_of([path.name for path in self._paths], sizes)
+        self.fingerprint = fingerprint_of(sizes)
 
     def tokens(self, document: int) -> Tokens:
         number = bisect_right(self._starts, document) - 1
@@ -67,6 +74,22 @@ class TokenFiles(Source):
         length = self._document_tokens or 0
         return tokens[index * length : (index + 1) * length]
 
+    def lengths(self, documents: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
+        lengths = np.empty(len(documents), np.int64)
+        files = np.searchsorted(self._starts, documents, "right") - 1
+        for number in np.unique(files).tolist():
+            here = files == number
+            tokens, offsets = self._mapped(number)
+            index = documents[here] - self._starts[number]
+            if offsets is not None:
+                lengths[here] = offsets[index + 1] - offsets[index]
+            else:
+                length = self._document_tokens or 0
+                lengths[here] = np.minimum(length, len(tokens) - index * length)
+        if len(lengths) and lengths.min() < 0:
+            raise FormatError(f"the offsets of the documents next to {self._paths[0]} do not ascend")
+        return lengths
+
     def _facts(self, number: int) -> tuple[int, int]:
         """Count the documents and tokens of a file; check that all files are of one type."""
         tokens, offsets = self._mapped(number)
@@ -79,6 +102,11 @@ class TokenFiles(Source):
             )
         if offsets is not None:
             return len(offsets) - 1, len(tokens)
+        if self._is_default_dtype and path.suffix != ".npy" and _looks_wider(tokens):
+            raise ConfigurationError(
+                f"{path} looks as if it held uint32, not uint16: every second number is small. Pass dtype=np.uint32, or "
+                "dtype=np.uint16 if that is right"
+            )
         if not self._document_tokens:
             raise NotFound(
                 f"{path}{_OFFSETS} is missing; write it with write_token_file, or pass document_tokens"
@@ -130,6 +158,12 @@ def _map(path: Path, raw_dtype: np.dtype[Any] | None) -> Any:
         raise NotFound(f"{path} does not exist") from None
     except (ValueError, EOFError) as error:
         raise FormatError(f"{path}: {error}") from error
+
+
+def _looks_wider(tokens: Tokens) -> bool:
+    """Tell whether numbers of 16 bits are likely to be the halves of numbers of 32 bits."""
+    low, high = tokens[:_LOOKED_AT:2], tokens[1:_LOOKED_AT:2]
+    return len(high) > 0 and int(high.max()) < _MAX_HIGH and int(low.max()) >= _MAX_HIGH
 
 
 def _check(path: Path, tokens: Tokens, offsets: npt.NDArray[np.int64] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from ckpt.content.rank_content import PartSeen, RankContent, as_one_part
 from ckpt.content.replicas import Difference
 from ckpt.format.columns import Columns, ObjectRow
 from ckpt.format.figures import PartContent
+from ckpt.format.table_names import is_of_table, rows_of_tables
 
 _MAX_NAMED = 4
 _NO_TENSORS = PartContent(tensors=0, elements=0, names="")
@@ -169,6 +171,16 @@ def _values_of(
 
 
 def _size(part: str, now: PartContent, known: PartContent, before: Saved) -> Iterable[Finding]:
+    for table, rows in known.tables.items():
+        own = now.tables.get(table)
+        if own is None:
+            yield Finding("missing", f"the table {table!r} is in {before.url}, and not in this save")
+        elif own.rows + own.evicted < rows.rows:
+            evicted = f", of which {own.evicted:,} were evicted" if own.evicted else ""
+            text = f"the table {table!r} has {own.rows:,} rows; it had {rows.rows:,} in {before.url}{evicted}"
+            yield Finding("missing", text)
+    if now.tables and not known.tables:
+        return  # an older version counted their entries
     if now.tensors < known.tensors or now.elements < known.elements:
         text = (
             f"{_named(part)} has {_counted(now.tensors)} with {now.elements:,} elements; it had {known.tensors:,} with "
@@ -180,9 +192,13 @@ def _size(part: str, now: PartContent, known: PartContent, before: Saved) -> Ite
 def _gone_parts(now: Saved, before: Saved) -> Iterable[Finding]:
     if before.parts.keys() == {""} or now.parts.keys() == {""}:
         return  # there the parts have no names
-    gone = [part for part, content in before.parts.items() if content.tensors and part not in now.parts]
+    gone = [part for part, each in before.parts.items() if _has_any(each) and part not in now.parts]
     if gone:
         yield Finding("missing", f"{_some(list(map(_named, gone)))}: there in {before.url}, not in this save")
+
+
+def _has_any(part: PartContent) -> bool:
+    return part.tensors > 0 or bool(part.tables)
 
 
 def _stale(now: Saved, before: Saved) -> Iterable[Finding]:
@@ -261,21 +277,25 @@ def _described(columns: Columns) -> dict[str, PartContent]:
     paths = columns.planner_data if isinstance(columns.planner_data, Mapping) else None
     counts: dict[str, list[int]] = {}
     names: dict[str, list[str]] = {}
+    sizes: dict[str, list[tuple[str, Sequence[int]]]] = {}
     for (fqn, entry), part in zip(
         columns.entries.items(), parts_of(list(columns.entries), paths), strict=True
     ):
         if isinstance(entry, ObjectRow):
             continue
         count = counts.setdefault(part, [0, 0])
-        elements = 1
-        for size in entry.size:
-            elements *= size
-        count[0] += 1
-        count[1] += elements
+        if is_of_table(fqn):  # of a chain, whose entries come and go
+            sizes.setdefault(part, []).append((fqn, entry.size))
+        else:
+            count[0] += 1
+            count[1] += math.prod(entry.size)
         names.setdefault(part, []).append(f"{fqn}\0{entry.dtype}\0{entry.size}")
     parts = {
         part: PartContent(
-            tensors=count, elements=elements, names=_hex("\0".join(sorted(names[part])).encode())
+            tensors=count,
+            elements=elements,
+            names=_hex("\0".join(sorted(names[part])).encode()),
+            tables=rows_of_tables(sizes.get(part, ())),
         )
         for part, (count, elements) in counts.items()
     }
@@ -286,6 +306,7 @@ def _described(columns: Columns) -> dict[str, PartContent]:
             tensors=sum(each.tensors for each in parts.values()),
             elements=sum(each.elements for each in parts.values()),
             names=_hex("".join(each.names for _, each in sorted(parts.items())).encode()),
+            tables=rows_of_tables(each for of_part in sizes.values() for each in of_part),
         )
     }
 

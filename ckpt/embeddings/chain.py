@@ -10,12 +10,14 @@ import msgspec
 from ckpt.embeddings.rows import Order
 from ckpt.errors import FormatError
 from ckpt.format.bounds import Amount, Number
+from ckpt.format.table_names import shard_name
 
-VERSION = 1
+VERSION = 2
+"""Ids may be negative; a shard that has none is written in version 1."""
 _MAX_CHAIN = 1024
 _MAX_SHARDS = 1 << 20
 _NUMBERS = range(1 << 32)
-_MAX_ID = (1 << 63) - 1
+MAX_FIRST_ID = (1 << 62) - 1
 
 
 class StoredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +40,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: never used again in this chain; part of the names of its entries.
         rows: rows that it inserts or replaces.
-        evicted: rows that it removes, before it inserts.
+        evicted: rows that it removes, before it inserts. Of a base: those that were removed since the save before it.
         block_rows: rows in each of the entries among which a column is spread, but the last.
         first_id: where the ids are this and the following ones, and are not stored.
     """
@@ -83,11 +85,6 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
 _CHAIN = msgspec.json.Decoder(Chain)
 
 
-def shard_name(table: str, shard: int, shards: int) -> str:
-    """Begin the names of a shard's entries."""
-    return f"{table}.shard-{shard:05d}-of-{shards:05d}"
-
-
 def decode_chain(text: str | bytes, *, url: str, name: str) -> Chain:
     """Decode a chain that may be hostile. Raises FormatError."""
     try:
@@ -121,7 +118,7 @@ def _check(chain: Chain) -> None:
         raise ValueError("its first generation, and no other, must be a base")
     if any(g.block_rows < 1 for g in chain.generations):
         raise ValueError("entries without rows")
-    if any(g.first_id is not None and not 0 <= g.first_id <= _MAX_ID - g.rows for g in chain.generations):
+    if any(g.first_id is not None and not 0 <= g.first_id <= MAX_FIRST_ID for g in chain.generations):
         raise ValueError("ids that cannot be")
     if len({column.name for column in chain.columns}) != len(chain.columns) or not chain.columns:
         raise ValueError("no columns, or two of the same name")

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ckpt.embeddings.rows import Ids, RowStore
+from ckpt.embeddings.rows import Ids, RowStore, range_ids
 from ckpt.embeddings.touched import as_set
 
 _BLOCK_BYTES = 2 << 10
@@ -96,7 +96,7 @@ class _Look:
     digests: Digests
 
     def changes_since(self, last: _Look | None) -> tuple[Ids, Ids]:
-        ids, ids_before = (_array(each) for each in (self.ids, last.ids if last else range(0)))
+        ids, ids_before = (range_ids(each) for each in (self.ids, last.ids if last else range(0)))
         if last is None or last.digests.shape[1] != self.digests.shape[1]:
             return ids, np.setdiff1d(ids_before, ids, assume_unique=True)
         places = np.searchsorted(last.starts, self.starts).clip(max=len(last.starts) - 1)
@@ -119,7 +119,3 @@ def _edges(ids: Ids, starts: Ids) -> NDArray[np.int64]:
 
 def _stops(starts: Ids) -> Ids:
     return np.append(starts[1:], np.iinfo(np.int64).max)
-
-
-def _array(ids: Ids | range) -> Ids:
-    return np.arange(ids.start, ids.stop, dtype=np.int64) if isinstance(ids, range) else ids

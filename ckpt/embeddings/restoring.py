@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt.embeddings.chain import Chain, Generation, StoredColumn, decode_chain
+from ckpt.embeddings.ownership import Kept, RowCount, Taken
 from ckpt.embeddings.quantized import dequantize
-from ckpt.embeddings.rows import DenseRows, Ids, RowStore
+from ckpt.embeddings.rows import Column, DenseRows, Ids, RowStore, range_ids
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import ConfigurationError, FormatError, LoadFailed
 from ckpt.format.columns import TensorColumns
 from ckpt.format.dtypes import dtype_name, torch_dtype
+from ckpt.format.table_names import TABLES_PREFIX as PREFIX
 from ckpt.reading.slices import OpenCheckpoint
-
-PREFIX = "tables."
-"""Begins the names of all entries of tables in a checkpoint."""
 
 _MAX_CHAIN_BYTES = 1 << 20
 _BATCH_BYTES, _FAR_BATCH_BYTES = 20 << 20, 64 << 20
@@ -33,11 +34,88 @@ _MAX_GAP_ROWS = 256
 """Rows of others that are read along between two runs of own rows."""
 
 
-def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard) -> int:
-    """Put what a checkpoint holds of a shard's rows into its store; return how many were read.
+@dataclass(frozen=True)
+class Selection:
+    """Tables and columns that a restore takes, and differences that it accepts.
+
+    Attributes:
+        parts: names of tables (`user`) and of their columns (`user.values`), `*` allowed; none: all.
+        strict: a column or table of the program that the checkpoint lacks, and a column that only the checkpoint has,
+            are errors.
+        may_drop: stored rows that no shard keeps are left out.
+    """
+
+    parts: Sequence[str] = ()
+    strict: bool = True
+    may_drop: bool = False
+
+    def takes(self, table: str, column: str) -> bool:
+        names = (table, f"{table}.{column}")
+        return not self.parts or any(fnmatchcase(name, part) for name in names for part in self.parts)
+
+    def takes_table(self, table: str, columns: Iterable[str]) -> bool:
+        return not self.parts or any(self.takes(table, column) for column in columns)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A shard that was restored.
+
+    Attributes:
+        taken: which of the stored rows were read.
+        missing, left: columns that the checkpoint lacks, and columns of the checkpoint that were left out.
+    """
+
+    taken: Taken
+    missing: Sequence[str]
+    left: Sequence[str]
+
+
+def restore_tables(
+    checkpoint: OpenCheckpoint, shards: Sequence[TableShard], selection: Selection
+) -> dict[str, Restored]:
+    """Restore the shards of the tables that are selected; return what was restored, by table.
+
+    Tables that were not keep their rows, and the next save writes all of them. Raises as `restore_shard`;
+    ConfigurationError if `parts` names nothing.
+    """
+    stored = stored_tables(checkpoint)
+    _check_parts(selection.parts, shards, stored)
+    restored = {}
+    for shard in shards:
+        is_there = shard.name in stored or selection.strict
+        if is_there and selection.takes_table(shard.name, shard.rows.columns):
+            restored[shard.name] = restore_shard(checkpoint, shard, selection)
+        else:
+            shard.restart()
+    return restored
+
+
+def stored_tables(checkpoint: OpenCheckpoint) -> list[str]:
+    """List the tables that a checkpoint has."""
+    names = (name for name in checkpoint.names if name.startswith(PREFIX) and name.endswith(".chain"))
+    return sorted({name[len(PREFIX) :].split(".")[0] for name in names})
+
+
+def _check_parts(parts: Sequence[str], shards: Sequence[TableShard], stored: Collection[str]) -> None:
+    """Raise ConfigurationError if a part names no column of a table here, and no table that other ranks may keep."""
+    own = {shard.name for shard in shards}
+    names = {f"{shard.name}.{column}" for shard in shards for column in shard.rows.columns} | own
+    for part in parts:
+        is_others = any(fnmatchcase(table, part.split(".")[0]) for table in stored if table not in own)
+        if not is_others and not any(fnmatchcase(name, part) for name in names):
+            raise ConfigurationError(
+                f"parts= names {part!r}, and this program has {', '.join(sorted(names)[:20])}; name tables (`user`) or "
+                "columns (`user.values`), `*` allowed"
+            )
+
+
+def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard, selection: Selection) -> Restored:
+    """Put what a checkpoint holds of a shard's rows into its store.
 
     Bases first, then their deltas in order, straight into the store's memory where that is possible. The next save
-    goes on with the chain of this shard if it holds all rows of the store, and no other chain does.
+    continues the chain of this shard if it holds all rows of the store, and no other chain does. A dense table keeps
+    the values of columns that are missing; in other tables they begin with zeros.
 
     Raises:
         LoadFailed: the checkpoint lacks the table, or one of its shards.
@@ -45,33 +123,46 @@ def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard) -> int:
         FormatError, IntegrityError: what is stored is no table, or damaged.
     """
     chains = chains_of(checkpoint, shard.name)
-    for chain in chains:
-        _check_columns(shard, chain)
+    fits = [_fit_columns(shard, chain, selection) for chain in chains]
     with shard.lock, contextlib.ExitStack() as stack:
         shard.restart()  # if this fails, too
         shard.rows.clear()
-        own, is_same = None, True
-        count = 0
+        own, is_same = None, all(fit.is_whole for fit in fits)
+        stored = _Stored()
         batch = stack.enter_context(_Batch(checkpoint))
-        for chain in chains:
+        for chain, fit in zip(chains, fits, strict=True):
             is_own = (chain.shard, chain.shards) == (shard.shard, shard.shards)
             changes = []
-            readers = [_Reader(checkpoint, chain, generation, shard.rows) for generation in chain.generations]
+            readers = [
+                _Reader(checkpoint, chain, each, shard.rows, fit, stored) for each in chain.generations
+            ]
             batch.finish()
             _read_ids(checkpoint, readers)
             for reader in readers:
+                before = stored.taken.rows
                 reader.apply(batch)
                 changes.append((reader.ids, reader.evicted))
-                count += reader.rows
-                is_same &= reader.rows == (reader.generation.rows if is_own else 0)
+                is_same &= stored.taken.rows - before == (reader.generation.rows if is_own else 0)
             if is_own:
                 own = chain, changes
         batch.finish()
         if own is not None and is_same and _are_all(shard.rows, [ids for ids, _ in own[1]]):
-            shard.resume(own[0], [(_array(ids), evicted) for ids, evicted in own[1][1:]])
+            shard.resume(own[0], [(range_ids(ids), evicted) for ids, evicted in own[1][1:]])
         else:
             shard.restart(1 + max(chain.generations[-1].number for chain in chains))
-    return count
+    taken = Taken(
+        url=checkpoint.store.url,
+        table=shard.name,
+        shard=shard.shard,
+        shards=shard.shards,
+        stored=stored.rows,
+        taken=stored.taken,
+        first=stored.first,
+        last=stored.last,
+        kept=Kept.of(shard.rows),
+        may_drop=selection.may_drop,
+    )
+    return Restored(taken, fits[0].missing, fits[0].left)
 
 
 def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
@@ -80,11 +171,10 @@ def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
     names = [name for name in checkpoint.names if pattern.fullmatch(name)]
     url = checkpoint.store.url
     if not names:
-        tables = sorted(
-            {name[len(PREFIX) :].split(".")[0] for name in checkpoint.names if name.startswith(PREFIX)}
-        )
+        tables = stored_tables(checkpoint)
         known = f"; it has {', '.join(tables[:20])}" if tables else ", or any other"
-        raise LoadFailed(f"the checkpoint has no table {table!r}{known}", url=url)
+        hint = "strict=False restores without it"
+        raise LoadFailed(f"the checkpoint has no table {table!r}{known}; {hint}", url=url)
     chains = []
     for name in names:
         size = checkpoint.tensor(name).size
@@ -106,9 +196,6 @@ def _read_ids(checkpoint: OpenCheckpoint, readers: Sequence[_Reader]) -> None:
     checkpoint.prepare(counts)
     arrays = {name: np.empty(count, dtype=np.int64) for name, count in counts.items()}
     checkpoint.read_into([(name, [0], torch.from_numpy(ids)) for name, ids in arrays.items()])
-    for name, ids in arrays.items():
-        if int(ids.min()) < 0:
-            raise FormatError(f"{name!r} has a negative id", url=checkpoint.store.url)
     for reader in readers:
         reader.take_ids(arrays)
 
@@ -178,17 +265,24 @@ class _Reader:
 
     Attributes:
         ids, evicted: of all rows that it inserts, and removes.
-        rows: how many of them are this store's.
     """
 
     def __init__(
-        self, checkpoint: OpenCheckpoint, chain: Chain, generation: Generation, rows: RowStore
+        self,
+        checkpoint: OpenCheckpoint,
+        chain: Chain,
+        generation: Generation,
+        rows: RowStore,
+        fit: _Fit,
+        stored: _Stored,
     ) -> None:
+        """`stored` counts the rows."""
         self._checkpoint, self._chain, self.generation, self._store = checkpoint, chain, generation, rows
+        self._columns, self._stored = fit.columns, stored
+        self._zeros = {} if isinstance(rows, DenseRows) else fit.others
         self._prefix = PREFIX + chain.prefix(generation)
         self.ids: Ids | range = np.empty(0, dtype=np.int64)
         self.evicted = np.empty(0, dtype=np.int64)
-        self.rows = 0
 
     def stored_ids(self) -> dict[str, int]:
         """Name the entries that hold ids, and how many; they are as the chain says."""
@@ -212,19 +306,23 @@ class _Reader:
         if is_direct:
             batch.finish()  # what comes before must not be written over what is read into the store's memory
         gone = self.evicted[self._store.owns(self.evicted)]
+        if self.generation.kind == "base":
+            gone = gone[:0]  # of the chain before it
         if len(gone) and is_direct:
             self._store.remove(gone)
         elif len(gone):
             batch.then(functools.partial(self._store.remove, gone))
         for start in range(0, self.generation.rows, block_rows):
-            part = _array(self.ids[start : start + block_rows])
-            for begin, end, owned in _runs(self._store.owns(part)):
+            part = range_ids(self.ids[start : start + block_rows])
+            mask = self._store.owns(part)
+            self._stored.add(part, mask)
+            for begin, end, owned in _runs(mask):
                 ids, place = part[begin:end], (start // block_rows, begin)
                 memory = {
                     column.name: self._store.memory(ids, column.name) if is_direct and owned is None else None
-                    for column in self._chain.columns
+                    for column in self._columns
                 }
-                if any(each is None for each in memory.values()):
+                if self._zeros or any(each is None for each in memory.values()):
                     self._add_in_steps(batch, place, ids, owned)
                 else:
                     self._add(batch, place, ids, owned, memory)
@@ -249,16 +347,15 @@ class _Reader:
         """Add rows to a batch; they begin at a `place`: block and row."""
         rows = {
             column.name: read
-            for column in self._chain.columns
+            for column in self._columns
             if (read := self._read(batch, place, len(ids), column, memory.get(column.name))) is not None
         }
         if rows:
             batch.then(functools.partial(self._write, ids, owned, rows))
-        self.rows += len(ids) if owned is None else int(owned.sum())
 
     @property
     def _row_bytes(self) -> int:
-        return sum(column.width * torch_dtype(column.dtype).itemsize for column in self._chain.columns)
+        return sum(column.width * torch_dtype(column.dtype).itemsize for column in self._columns)
 
     def _range(self, first: int, count: int) -> range:
         """Name ids that follow one another, once it is sure that there are so many rows."""
@@ -314,6 +411,8 @@ class _Reader:
         if owned is not None:
             mask = torch.from_numpy(owned)
             ids, rows = ids[owned], {name: values[mask] for name, values in rows.items()}
+        for name, column in self._zeros.items():
+            rows[name] = torch.zeros(len(ids), column.width, dtype=column.dtype)
         self._store.write(ids, rows)
 
     def _check(self, name: str, dtype: str, size: tuple[int, ...]) -> None:
@@ -348,12 +447,8 @@ def _are_all(rows: RowStore, inserted: list[Ids | range]) -> bool:
     base = inserted[0]
     if isinstance(rows, DenseRows) and isinstance(base, range):
         return base.start <= rows.first_id and rows.first_id + rows.count <= base.stop
-    ids, arrays = rows.ids(), [_array(each) for each in inserted]
+    ids, arrays = rows.ids(), [range_ids(each) for each in inserted]
     return np.array_equal(ids, arrays[0]) or bool(np.isin(ids, np.concatenate(arrays)).all())
-
-
-def _array(ids: Ids | range) -> Ids:
-    return np.arange(ids.start, ids.stop, dtype=np.int64) if isinstance(ids, range) else ids
 
 
 def _read(checkpoint: OpenCheckpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -363,18 +458,69 @@ def _read(checkpoint: OpenCheckpoint, name: str, dtype: torch.dtype) -> torch.Te
     return target
 
 
-def _check_columns(shard: TableShard, chain: Chain) -> None:
-    stored = {column.name: (column.width, column.dtype) for column in chain.columns}
-    wanted: Mapping[str, tuple[int, str]] = {
-        name: (column.width, dtype_name(column.dtype)) for name, column in shard.rows.columns.items()
-    }
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) != wanted.get(name):
+@dataclass(frozen=True)
+class _Fit:
+    """Columns of a stored table, compared with those of the program.
+
+    Attributes:
+        columns: stored ones that are restored.
+        others: columns of the program that are not.
+        missing, left: those of the program that the checkpoint lacks, and those that only the checkpoint has.
+    """
+
+    columns: Sequence[StoredColumn]
+    others: Mapping[str, Column]
+    missing: Sequence[str]
+    left: Sequence[str]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.others and not self.left
+
+
+def _fit_columns(shard: TableShard, chain: Chain, selection: Selection) -> _Fit:
+    """Choose the columns to restore. Raises ConfigurationError if the selection does not accept how they differ."""
+    own, stored = shard.rows.columns, {column.name: column for column in chain.columns}
+    asked = [name for name in sorted(own.keys() | stored.keys()) if selection.takes(shard.name, name)]
+    taken = [name for name in asked if name in own and name in stored]
+    for name in asked:
+        here, there = _shape(own.get(name)), _stored_shape(stored.get(name))
+        if here != there and (selection.strict or name in taken or not taken):
+            hint = "strict=False restores those that both have, parts= those that it names"
             raise ConfigurationError(
-                f"the column {name!r} of the table {shard.name!r} is {_text(wanted.get(name))} here and "
-                f"{_text(stored.get(name))} in the checkpoint; restore into a table of the same columns"
+                f"the column {name!r} of the table {shard.name!r} is {here} here and {there} in the checkpoint; restore "
+                f"into a table of the same columns{'' if name in taken else '; ' + hint}"
             )
+    return _Fit(
+        columns=[stored[name] for name in taken],
+        others={name: column for name, column in own.items() if name not in taken},
+        missing=[name for name in asked if name not in stored],
+        left=[name for name in asked if name not in own],
+    )
 
 
-def _text(column: tuple[int, str] | None) -> str:
-    return "missing" if column is None else f"{column[1]} x {column[0]}"
+def _shape(column: Column | None) -> str:
+    return "missing" if column is None else f"{dtype_name(column.dtype)} x {column.width}"
+
+
+def _stored_shape(column: StoredColumn | None) -> str:
+    return "missing" if column is None else f"{column.dtype} x {column.width}"
+
+
+@dataclass
+class _Stored:
+    """Counts of the rows that were written of a table, of those that this store took, and their range of ids."""
+
+    rows: RowCount = field(default_factory=RowCount)
+    taken: RowCount = field(default_factory=RowCount)
+    first: int = 0
+    last: int = -1
+
+    def add(self, ids: Ids, owned: _Mask) -> None:
+        """Count some rows, one or more, of which this store owns some."""
+        count = RowCount.of(ids)
+        first, last = int(ids.min()), int(ids.max())
+        self.first = min(self.first, first) if self.rows.rows else first
+        self.last = max(self.last, last) if self.rows.rows else last
+        self.rows += count
+        self.taken += count if owned.all() else RowCount.of(ids[owned])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ckpt.errors import ConfigurationError
 
 Ids = NDArray[np.int64]
-"""Ids of rows, int64."""
+"""Ids of rows, int64: any 64 bits, such as a hash."""
 
 Rows = Mapping[str, torch.Tensor]
 """Rows by column, each of shape [rows, width]."""
@@ -96,17 +96,26 @@ class DenseRows:
                 f"the columns of a table must have the same number of rows, not {counts}"
             )
         self.first_id, self.count = first_id, next(iter(counts.values()))
+        if not -(1 << 63) <= first_id <= (1 << 63) - max(1, self.count):
+            raise ConfigurationError(
+                f"the ids of {self.count} rows from first_id={first_id} on exceed 64 bits"
+            )
         self._tensors = {name: _matrix(name, tensor) for name, tensor in columns.items()}
         self.columns = {name: Column(t.shape[1], t.dtype) for name, t in self._tensors.items()}
 
+    @property
+    def last_id(self) -> int:
+        """The id of the last row, if there is one."""
+        return self.first_id + max(1, self.count) - 1
+
     def ids(self) -> Ids:
-        return np.arange(self.first_id, self.first_id + self.count, dtype=np.int64)
+        return range_ids(range(self.first_id, self.first_id + self.count))
 
     def owns(self, ids: Ids) -> NDArray[np.bool_]:
         return self.holds(ids)
 
     def holds(self, ids: Ids) -> NDArray[np.bool_]:
-        return (ids >= self.first_id) & (ids < self.first_id + self.count)
+        return (ids >= self.first_id) & (ids <= self.last_id) & (self.count > 0)
 
     def read(self, ids: Ids, columns: Collection[str]) -> Rows:
         index = self._index(ids)
@@ -151,8 +160,16 @@ def _whole_rows(tensor: torch.Tensor) -> NDArray[np.void]:
     return data.reshape(rows)
 
 
+def range_ids(ids: Ids | range) -> Ids:
+    """Return ids that may be a range as an array."""
+    return np.arange(len(ids), dtype=np.int64) + ids.start if isinstance(ids, range) else ids
+
+
 def home_of(ids: Ids, shards: int) -> NDArray[np.int64]:
-    """Give each id a shard from 0 to `shards` - 1: ranges of a hash, so that few rows move when `shards` changes."""
+    """Give each id (int64, or uint64 of the same bits) a shard from 0 to `shards` - 1.
+
+    Shards are ranges of a hash, so few rows move when their number changes.
+    """
     homes: Ids = ((hash_of(ids) >> np.uint64(32)) * np.uint64(shards) >> np.uint64(32)).astype(np.int64)
     return homes
 
@@ -168,5 +185,5 @@ def hash_of(ids: Ids) -> NDArray[np.uint64]:
 
 def sorted_ids(ids: Ids, order: Order) -> Ids:
     """Sort ids as a checkpoint does; of equal ones, keep one."""
-    unique = ids if bool((np.diff(ids) > 0).all()) else np.unique(ids)
+    unique = ids if bool((ids[1:] > ids[:-1]).all()) else np.unique(ids)  # a difference may overflow
     return unique if order == "id" else unique[np.argsort(hash_of(unique), kind="stable")]

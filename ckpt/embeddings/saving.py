@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -22,12 +23,15 @@ from ckpt.collective import (
     stager,
     writer_for,
 )
-from ckpt.embeddings.chain import Costs, first_to_merge
+from ckpt.embeddings.chain import first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.gate import UpdateGate
-from ckpt.embeddings.restoring import PREFIX, restore_shard
+from ckpt.embeddings.ownership import Offer, check_offers, check_samples
+from ckpt.embeddings.restored import Unjudged, judge, judge_own, missing_of, selected
+from ckpt.embeddings.restoring import restore_tables, stored_tables
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
+from ckpt.format.table_names import TABLES_PREFIX as PREFIX
 from ckpt.options import SaveOptions, check_options
 from ckpt.ranks.failures import same_failure
 from ckpt.ranks.group import DEFAULT_TIMEOUT_S, Ranks, check_group
@@ -49,6 +53,9 @@ class Tables:
     Every rank of the job makes one, with no shards where it keeps none. The first save writes all rows, later
     ones, to other places in the same folder, what changed since; any of them restores everything.
 
+    Attributes:
+        missing: tables, and columns as `user.adagrad`, that the checkpoint lacks which was last restored.
+
     Raises:
         ConfigurationError: two shards of one table.
     """
@@ -60,6 +67,8 @@ class Tables:
         self.shards = shards
         self._base: _Place | None = None
         self._running: Future[Metadata] | None = None
+        self._unjudged: Unjudged | None = None
+        self.missing: tuple[str, ...] = ()
 
     def save(
         self,
@@ -108,39 +117,62 @@ class Tables:
         return future
 
     def restore(
-        self, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+        self,
+        url: str | os.PathLike[str],
+        *,
+        parts: Collection[str] = (),
+        strict: bool | None = None,
+        on_shape: Literal["error", "resize"] = "error",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> dict[str, int]:
         """Put the rows that this process keeps into its shards; return how many were read, by table.
 
         The rest of the state is loaded by `ckpt.load`. The next save writes what changed since this checkpoint
         where the shards are those that saved it, and all rows where they are others.
 
+        Args:
+            parts: names of tables (`user`) and of columns (`user.values`), `*` allowed, to restore these alone; all
+                others stay as they are. In rows of a table that is not dense, other columns begin with zeros.
+            strict: False restores the tables and columns that both have, and warns of the others, as in
+                `ckpt.options.LoadOptions`.
+            on_shape: stored rows that no rank keeps are an `error`; `resize` leaves them out. Ranks that restore by
+                themselves learn of rows of the others with their next save.
+
         Raises:
             LoadFailed, NotFound, NotCommitted, IntegrityError, ...: as `ckpt.load`.
-            ConfigurationError: a table has other columns.
+            ConfigurationError: a table has other columns; or rows belong to no rank, or to two.
         """
+        selection = selected(parts, strict, on_shape)
         self._wait()
         for shard in self.shards:
             shard.check_idle()
-        self._base = None
+        self._base, self._unjudged = None, None
         place = normal_url(url)
         with OpenCheckpoint(place, storage_options) as checkpoint:
-            counts = {shard.name: restore_shard(checkpoint, shard) for shard in self.shards}
+            restored = restore_tables(checkpoint, self.shards, selection)
+            shown, stored = checkpoint.store.url, stored_tables(checkpoint)
             commit = checkpoint.parts[0].commit
         if commit is not None and commit.is_referable:
             self._base = place
-        return counts
+        self.missing = missing_of(shown, self.shards, restored, stored, selection)
+        wanted = [table for table in stored if selection.takes_table(table, ["*"])]
+        own = Unjudged(shown, [each.taken for each in restored.values()], wanted)
+        self._unjudged = judge_own(own, [shard.name for shard in self.shards])
+        return {table: each.taken.taken.rows for table, each in restored.items()}
+
+    def agree(self, ranks: Ranks) -> None:
+        """Check, on all ranks that have restored a checkpoint, that each row of its tables was taken once.
+
+        Raises:
+            ConfigurationError: on all ranks, if a row belongs to no rank, or to two.
+        """
+        own = self._unjudged, [shard.name for shard in self.shards]
+        judge(ranks.gather(own), ranks.rank)
+        self._unjudged = None
 
     def size_bytes(self) -> int:
         """Return what all rows of this process's shards are together."""
-        total = 0
-        for shard in self.shards:
-            with shard.lock:
-                row_bytes = sum(
-                    column.width * column.dtype.itemsize for column in shard.rows.columns.values()
-                )
-                total += row_bytes * len(shard.rows.ids())
-        return total
+        return sum(map(_size_bytes, self.shards))
 
     def _wait(self) -> None:
         """Wait for the save in the background, which has deadlines of its own, and needs the rows for that."""
@@ -219,6 +251,7 @@ class Tables:
                 planner = TablePlanner()
 
                 def make_writer() -> Any:
+                    check_samples(ranks.rank, begun.shards, begun.offers)
                     cuts = [shard.choose(first) for shard in begun.shards]
                     planner.take(cuts)
                     prefixes = frozenset(prefix for cut in cuts for prefix in _carried(cut))
@@ -245,28 +278,51 @@ class Tables:
 
         All do the same, so that their chains lie in the same few checkpoints.
         """
-        told = ranks.gather(ranks.together("save of tables", lambda: self._offer(url, begun)))
-        _check_epochs([epoch for epoch, _, _ in told])
-        offers = [offer for *_, of_rank in told for offer in of_rank]
-        _check_complete(offers)
-        base = told[ranks.rank][1]
-        if len({str(base) for _, base, _ in told}) > 1 or base is None:
+        reports = ranks.gather(ranks.together("save of tables", lambda: self._offer(url, begun)))
+        _check_epochs([each.epoch for each in reports])
+        begun.offers = [each.shards for each in reports]
+        check_offers(begun.offers)
+        kept = [[offer.table for offer in each.shards] for each in reports]
+        judge(list(zip([each.unjudged for each in reports], kept, strict=True)), ranks.rank)
+        self._unjudged = None
+        base = reports[ranks.rank].base
+        if len({str(each.base) for each in reports}) > 1 or base is None:
             return None, None
-        return base, first_to_merge([costs for *_, costs in offers])
+        return base, first_to_merge([offer.costs for offers in begun.offers for offer in offers])
 
-    def _offer(self, url: _Place, begun: _Begun) -> tuple[int | None, _Place | None, list[_Offer]]:
-        """Say which cut this rank has taken, what it can refer to, and what it would write."""
+    def _offer(self, url: _Place, begun: _Begun) -> _RankOffer:
+        """Describe the cut of this rank: what it can refer to, and what it would write."""
         if begun.error is not None:
             raise begun.error
-        offers = [(shard.name, shard.shards, shard.shard, shard.costs()) for shard in self.shards]
-        if self._base is None:
-            return begun.epoch, None, offers
-        try:
-            base_name(self._base, url)
-        except ConfigurationError as error:
-            _logger.warning("all rows are saved: %s", error)
-            return begun.epoch, None, offers
-        return begun.epoch, self._base, offers
+        base, offers = _base_beside(self._base, url), [shard.offer() for shard in self.shards]
+        return _RankOffer(begun.epoch, base, offers, self._unjudged)
+
+
+def _size_bytes(shard: TableShard) -> int:
+    with shard.lock:
+        row_bytes = sum(column.width * column.dtype.itemsize for column in shard.rows.columns.values())
+        return row_bytes * len(shard.rows.ids())
+
+
+def _base_beside(base: _Place | None, url: _Place) -> _Place | None:
+    """Return the base if a checkpoint at `url` can refer to it."""
+    try:
+        if base is not None:
+            base_name(base, url)
+        return base
+    except ConfigurationError as error:
+        _logger.warning("all rows are saved: %s", error)
+        return None
+
+
+@dataclass(frozen=True)
+class _RankOffer:
+    """A rank that saves: its epoch, the base that it can refer to, and its shards."""
+
+    epoch: int | None
+    base: _Place | None
+    shards: list[Offer]
+    unjudged: Unjudged | None
 
 
 class _Begun:
@@ -275,6 +331,7 @@ class _Begun:
     Attributes:
         shards: those that must be told how it ends.
         described: what the values are.
+        offers: the shards of all ranks.
         epoch: of the gate; None without one.
         error: why this rank could not; the others hear of it.
     """
@@ -283,6 +340,7 @@ class _Begun:
         self.values: dict[str, Any] = {}
         self.described = Description()
         self.shards: list[TableShard] = []
+        self.offers: list[list[Offer]] = []
         self.epoch: int | None = None
         self.error: Exception | None = None
 
@@ -304,10 +362,6 @@ def _carried(cut: Cut) -> list[str]:
     return [f"{PREFIX}{cut.chain.prefix(g)}." for g in earlier if g.rows or g.evicted]
 
 
-_Offer = tuple[str, int, int, Costs | None]
-"""A table, the number of its shards, a shard, and its costs."""
-
-
 def _check_epochs(epochs: Sequence[int | None]) -> None:
     """Raise ConfigurationError if the gates have not taken the same cut."""
     by_epoch = {epoch: rank for rank, epoch in reversed(list(enumerate(epochs))) if epoch is not None}
@@ -316,21 +370,6 @@ def _check_epochs(epochs: Sequence[int | None]) -> None:
         raise ConfigurationError(
             f"the ranks save different cuts, {text}: every gate must take part in every save"
         )
-
-
-def _check_complete(offers: Sequence[_Offer]) -> None:
-    """Raise ConfigurationError if a shard of a table is missing, or there twice: that could not be restored."""
-    by_table: dict[str, list[tuple[int, int]]] = {}
-    for name, shards, shard, _ in offers:
-        by_table.setdefault(name, []).append((shard, shards))
-    for name, each in sorted(by_table.items()):
-        shards = each[0][1]
-        if len(each) != shards or set(each) != {(number, shards) for number in range(shards)}:
-            have = ", ".join(f"{shard} of {shards}" for shard, shards in sorted(each)[:20])
-            raise ConfigurationError(
-                f"the ranks together must keep each shard of {name!r} once, and keep {have}: give TableShard shard= "
-                "and shards="
-            )
 
 
 def _blames_base(error: BaseException) -> bool:

@@ -11,20 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.embeddings.chain import (
-    Chain,
-    Costs,
-    Generation,
-    StoredColumn,
-    shard_name,
-)
+from ckpt.embeddings.chain import MAX_FIRST_ID, VERSION, Chain, Costs, Generation, StoredColumn
 from ckpt.embeddings.compared import Comparison
 from ckpt.embeddings.cut import Cut
+from ckpt.embeddings.ownership import Kept, Offer, check_owned, sample_of
 from ckpt.embeddings.quantized import Bits, quantize
 from ckpt.embeddings.rows import DenseRows, Ids, RowStore, sorted_ids
 from ckpt.embeddings.touched import Touched, as_set, ids_of
 from ckpt.errors import ConfigurationError
 from ckpt.format.dtypes import dtype_name
+from ckpt.format.table_names import shard_name
 
 BLOCK_BYTES = 32 << 20
 """Rows are stored in blocks of about so many bytes a column."""
@@ -63,6 +59,8 @@ class TableShard:
             fails, and training goes on.
         compare: find the rows that have changed by digests of small blocks of them, so that nobody has to tell;
             rows stay as they are during a call of `save` or `async_save`, and may change without `writing` after it.
+        allow_gaps: of a dense table: ids between this shard and the next ones belong to no shard. By default that is
+            an error of a save.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -80,6 +78,7 @@ class TableShard:
         max_delta_ratio: float = 0.4,
         max_aside_bytes: int = 1 << 30,
         compare: bool = False,
+        allow_gaps: bool = False,
     ) -> None:
         if not name or not set(name) <= _NAME_CHARACTERS:
             raise ConfigurationError(
@@ -96,7 +95,7 @@ class TableShard:
         self.name, self.rows, self.shard, self.shards = name, rows, shard, shards
         self._bits = _checked_bits(rows, quantize or {})
         self._max_deltas, self._max_delta_ratio = max_deltas, max_delta_ratio
-        self._max_aside_bytes = max_aside_bytes
+        self._max_aside_bytes, self._allow_gaps = max_aside_bytes, allow_gaps
         self.lock = threading.RLock()
         self._touched, self._evicted = Touched(), Touched()
         self._chain: Chain | None = None
@@ -159,11 +158,7 @@ class TableShard:
 
     def _checked(self, batch: Any) -> Ids:
         ids = ids_of(batch, self.rows.first_id if isinstance(self.rows, DenseRows) else 0)
-        owned = self.rows.owns(ids)
-        if not owned.all():
-            raise ConfigurationError(
-                f"the id {int(ids[~owned][0])} does not belong into shard {self.shard} of {self.shards} of {self.name!r}"
-            )
+        check_owned(self, ids)
         return ids
 
     # -- saves ---------------------------------------------------------------------------------------------
@@ -196,6 +191,13 @@ class TableShard:
             self._cut = Cut(self.name, self.rows, self.lock, self._max_aside_bytes)
             return self._cut
 
+    def offer(self) -> Offer:
+        """Describe the shard to the other ranks, for the save that has begun."""
+        with self.lock:
+            kept = Kept.of(self.rows, self._allow_gaps)
+            sample = sample_of(self.rows) if self._chain is None else ()
+            return Offer(self.name, self.shard, self.shards, kept, sample, self.costs())
+
     def costs(self) -> Costs | None:
         """Say what the save that has begun could write; None if it can only be a base."""
         if self._chain is None:
@@ -210,15 +212,15 @@ class TableShard:
         `first`: write a delta in the place of the chain's deltas from this index on; None: all rows.
 
         Raises:
-            ConfigurationError: the id of a row is negative.
+            ConfigurationError: a row does not belong into this shard.
         """
         cut, changes = self._cut, [*self._changes, self._unsaved]
         assert cut is not None
         if first is None:
-            ids, evicted = sorted_ids(cut.all_ids(), self.rows.order), np.empty(0, dtype=np.int64)
+            ids, evicted = sorted_ids(cut.all_ids(), self.rows.order), self._unsaved.evicted
             kept: list[Generation] = []
-            if len(ids) and int(ids.min()) < 0:
-                raise ConfigurationError(f"an id of {self.name!r} is negative: {int(ids.min())}")
+            with self.lock:
+                check_owned(self, ids)
         else:
             assert self._chain is not None
             merged = _merged(changes[first:])
@@ -234,14 +236,8 @@ class TableShard:
             block_rows=_block_rows(self.rows),
             first_id=_first_id(ids),
         )
-        chain = Chain(
-            table=self.name,
-            shard=self.shard,
-            shards=self.shards,
-            order=self.rows.order,
-            columns=_stored_columns(self.rows, self._bits),
-            generations=[*kept, generation],
-        )
+        version = _version(None if first is None else self._chain, ids, evicted)
+        chain = _chain_of(self, _stored_columns(self.rows, self._bits), [*kept, generation], version)
         self._number += 1
         self._pending = [] if first is None else changes
         cut.choose(chain, ids, evicted)
@@ -295,6 +291,26 @@ class TableShard:
 
     def _change(self) -> _Change:
         return _Change(self._touched.ids(), self._evicted.ids())
+
+
+def _version(before: Chain | None, ids: Ids, evicted: Ids) -> int:
+    """Choose the version of a chain that continues another one."""
+    has_negative = any(len(each) and int(each.min()) < 0 for each in (ids, evicted))
+    return VERSION if has_negative else 1 if before is None else before.version
+
+
+def _chain_of(
+    shard: TableShard, columns: list[StoredColumn], generations: list[Generation], version: int
+) -> Chain:
+    return Chain(
+        version=version,
+        table=shard.name,
+        shard=shard.shard,
+        shards=shard.shards,
+        order=shard.rows.order,
+        columns=columns,
+        generations=generations,
+    )
 
 
 def entries_of(cut: Cut) -> dict[str, Any]:
@@ -375,9 +391,10 @@ def _merged(changes: list[_Change]) -> _Change:
 
 
 def _first_id(ids: Ids) -> int | None:
-    """Return the first of ids that follow one another."""
-    follow = len(ids) > 0 and ids[-1] - ids[0] == len(ids) - 1 and bool((np.diff(ids) == 1).all())
-    return int(ids[0]) if follow else None
+    """Return the first of ids that are consecutive; None if they are not, or it cannot be stored."""
+    if not len(ids) or not 0 <= int(ids[0]) <= MAX_FIRST_ID or int(ids[-1]) - int(ids[0]) != len(ids) - 1:
+        return None
+    return int(ids[0]) if bool((np.diff(ids) == 1).all()) else None
 
 
 def _bytes_of(change: _Change, row_bytes: int) -> int:

@@ -43,17 +43,18 @@ class Touched:
 
 def as_set(ids: Ids) -> Ids:
     """Sort ids, and keep one of equal ones; fast where they are so already."""
-    return ids if bool((np.diff(ids) > 0).all()) else np.unique(ids)
+    return ids if bool((ids[1:] > ids[:-1]).all()) else np.unique(ids)  # a difference may overflow
 
 
 def ids_of(batch: object, first_id: int = 0) -> Ids:
     """Return the ids of rows that a batch, a bitmap or a sparse gradient touches.
 
-    Takes int64 tensors or arrays of ids (any shape), bool ones of one element for each row, and sparse
-    tensors, whose first index is the row. The rows of the last two are counted from `first_id`.
+    Takes tensors or arrays of ids (any shape; any 64 bits: uint64 becomes the int64 of the same bits), bool ones of
+    one element for each row, and sparse tensors, whose first index is the row. The rows of the last two are counted
+    from `first_id`.
 
     Raises:
-        ConfigurationError: it is none of these, or has a negative id.
+        ConfigurationError: it is none of these.
     """
     if isinstance(batch, torch.Tensor) and batch.is_sparse:
         batch = batch.detach()._indices()[0] + first_id
@@ -62,9 +63,6 @@ def ids_of(batch: object, first_id: int = 0) -> Ids:
         return np.flatnonzero(array).astype(np.int64) + first_id
     if array.size and array.dtype.kind not in "iu":
         raise ConfigurationError(
-            f"rows are named by ids (int64), a bitmap (bool) or a sparse gradient, not by {array.dtype}"
+            f"rows are named by ids (int64, uint64), a bitmap (bool) or a sparse gradient, not by {array.dtype}"
         )
-    ids = array.reshape(-1).astype(np.int64, copy=True)
-    if ids.size and int(ids.min()) < 0:
-        raise ConfigurationError(f"an id is negative: {int(ids.min())}")
-    return ids
+    return array.reshape(-1).astype(np.int64, copy=True)

@@ -11,6 +11,7 @@ import msgspec
 from ckpt.consistency.block_digests import tree_root
 from ckpt.errors import FormatError
 from ckpt.format.bounds import Amount, RankNumber
+from ckpt.format.table_names import TableRows
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_MS = (1 << 32) - 1
@@ -20,7 +21,7 @@ class PartContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What is known of one part of a state: of all tensors below one key of it (`model`, `optimizer`).
 
     Attributes:
-        tensors, elements: how many it has, those of other checkpoints that it names included.
+        tensors, elements: how many it has, those of other checkpoints that it names included; without those of tables.
         names: a digest of the names, shapes and dtypes.
         values: a digest of the bytes that were written; of two saves with the same plan, equal if these are. Empty if
             nothing was.
@@ -29,6 +30,7 @@ class PartContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         not_finite: those in which a NaN was seen, or an infinity in an optimizer, in this save or in those before it.
         infinite: those in which any other infinity was seen; older versions count it in `not_finite`.
         counters: how far the training was by its own count, the highest of each name.
+        tables: rows of tables, by name.
     """
 
     tensors: Amount
@@ -40,6 +42,7 @@ class PartContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     not_finite: Amount = 0
     infinite: Amount = 0
     counters: dict[str, float] = {}
+    tables: dict[str, TableRows] = {}
 
 
 class BlockDigests(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ UNFIT = (NotFound, NotCommitted, NotVisible, IntegrityError, FormatError, Commit
 """Errors that say of a base that it cannot be one."""
 
 _FILES_AHEAD = 16
+_BLOCKS_AT_ONCE = 16
 
 
 def base_name(base: str | os.PathLike[str], url: str | os.PathLike[str]) -> str:
@@ -227,17 +228,20 @@ class Base:
         files: list[int] = np.unique(entry.file).tolist()
         return files
 
-    def check_files(self, files: Iterable[int], threads: Executor, moved: Callable[[], None]) -> None:
-        """Check that files exist as they were written: the size of each, and the checksum of a block that is drawn.
+    def check_files(
+        self, files: Iterable[int], threads: Executor, moved: Callable[[], None], nbytes: int = 0
+    ) -> None:
+        """Check that files exist as they were written: the size of each, and the checksums of some of its blocks.
 
+        These are one, or as many as `nbytes` have, from one on that is drawn; all of a file that has no more bytes.
         `moved` is called after each. Raises NotVisible, IntegrityError, FormatError.
         """
         paths = [self.columns.files[file] for file in sorted(files)]
         self._checkpoint.prepare(paths, threads)
-        for _ in in_order(threads, self._check_file, paths, ahead=_FILES_AHEAD):
+        for _ in in_order(threads, lambda path: self._check_file(path, nbytes), paths, ahead=_FILES_AHEAD):
             moved()
 
-    def _check_file(self, path: str) -> None:
+    def _check_file(self, path: str, nbytes: int) -> None:
         checkpoint = self._checkpoint
         file = checkpoint.file(path)
         size_bytes = checkpoint.when_visible(lambda: checkpoint.store.stat(path).size_bytes)
@@ -247,9 +251,13 @@ class Base:
         blocks = -(-size_bytes // file.block_size_bytes)
         if not blocks:
             return
-        start = int(environment.token()[:8], 16) % blocks * file.block_size_bytes
-        block = bytearray(min(file.block_size_bytes, size_bytes - start))
-        read_verified(checkpoint.store, file, start, [memoryview(block)], checkpoint.when_visible)
+        count = min(blocks, max(1, -(-nbytes // file.block_size_bytes)))
+        first = int(environment.token()[:8], 16) % (blocks - count + 1)
+        for block in range(first, first + count, _BLOCKS_AT_ONCE):
+            start = block * file.block_size_bytes
+            stop = min(first + count, block + _BLOCKS_AT_ONCE) * file.block_size_bytes
+            data = bytearray(min(stop, size_bytes) - start)
+            read_verified(checkpoint.store, file, start, [memoryview(data)], checkpoint.when_visible)
 
     def digests(self, rows: Sequence[tuple[str, int]], threads: Executor) -> list[StoredDigest | None]:
         """Return what is stored of each row; None where there is no digest. Raises as a load."""

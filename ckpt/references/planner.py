@@ -33,6 +33,8 @@ from ckpt.writing.layout import Chunk, resolved_tensor
 _logger = logging.getLogger(__name__)
 
 _THREADS = 4
+_CHECKED_BYTES = 64 << 20
+"""Read of each file of which a save names entries that it cannot compare, such as rows of tables."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,8 @@ class CarryingPlanner(SavePlanner):
                 equal.setdefault(fqn, []).append(row)
                 files.add(self._base.file_of(fqn, row))
             with workers(_THREADS, "ckpt-base") as threads:
-                self._base.check_files(files, threads, ranks.progress.moved)
+                nbytes = _CHECKED_BYTES if self._request.carried else 0
+                self._base.check_files(files, threads, ranks.progress.moved, nbytes)
         return _Verdict(alike, equal, refused)
 
     @contextlib.contextmanager

@@ -42,7 +42,7 @@ def test_a_chain_is_what_was_encoded() -> None:
         {"shard": 3},
         {"shard": -1},
         {"table": "item"},
-        {"version": 2},
+        {"version": 3},
         {"columns": []},
         {"columns": CHAIN.columns * 2},
         {"columns": [StoredColumn(name="values", width=0, dtype="float32")]},

@@ -266,16 +266,24 @@ def test_rows_that_change_outside_of_writing_fail_the_save_and_are_in_the_next()
 
 
 def test_ids_that_could_not_be_restored_are_refused() -> None:
-    rows = growing()
-    shard = TableShard("user", rows)
-    rows.write(np.array([-3]), {"values": torch.ones(1, 4), "adagrad": torch.ones(1, 1)})
-    with pytest.raises(ConfigurationError, match="negative: -3"):
-        first(shard)
     ids = np.arange(100)
     others = DictRows(COLUMNS, 1, 2)
     foreign = ids[~others.owns(ids)][:1]
+    shard = TableShard("user", others, shard=1, shards=2)
     with pytest.raises(ConfigurationError, match="does not belong into shard 1 of 2"):
-        TableShard("user", others, shard=1, shards=2).evict(foreign)
+        shard.evict(foreign)
+    others.write(foreign, {"values": torch.ones(1, 4), "adagrad": torch.ones(1, 1)})
+    with pytest.raises(ConfigurationError, match="does not belong into shard 1 of 2"):
+        first(shard)
+
+
+def test_a_store_that_owns_more_than_its_part_of_the_hash_is_refused() -> None:
+    """Two ranks, whose stores both own all rows: each update would be saved twice, and one of them restored."""
+    shards = [TableShard("user", growing(), shard=rank, shards=2) for rank in (0, 1)]
+    ids = np.arange(100)
+    for shard in shards:
+        with pytest.raises(ConfigurationError, match=r"by `owns` and `home_of`"), shard.writing(ids):
+            pass
 
 
 def test_bitmaps_of_dense_rows_begin_with_their_first_row() -> None:

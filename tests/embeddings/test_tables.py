@@ -255,7 +255,7 @@ def test_a_chain_goes_on_where_it_holds_the_rows_of_the_store(
 ) -> None:
     dense()[2].save({}, tmp_path / "0")
     values, shard, tables = dense(count, 5.0)
-    tables.restore(tmp_path / "0")
+    tables.restore(tmp_path / "0", on_shape="resize")
     assert (shard._chain is not None) == goes_on
     tables.save({}, tmp_path / "1")
     back, _, others = dense(count, 1.0)

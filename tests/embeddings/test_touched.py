@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from ckpt.embeddings import touched as module
-from ckpt.embeddings.touched import Touched, ids_of
+from ckpt.embeddings.touched import Touched, as_set, ids_of
 from ckpt.errors import ConfigurationError
 
 
@@ -38,5 +38,10 @@ def test_batches_bitmaps_and_sparse_gradients_name_rows() -> None:
 def test_what_names_no_rows_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="float32"):
         ids_of(torch.tensor([1.0]))
-    with pytest.raises(ConfigurationError, match="negative: -4"):
-        ids_of([3, -4])
+
+
+def test_ids_are_any_64_bits() -> None:
+    patterns = np.array([7, 1 << 63, (1 << 64) - 1], dtype=np.uint64)
+    assert ids_of(patterns).tolist() == ids_of(torch.from_numpy(patterns)).tolist() == [7, -(1 << 63), -1]
+    far = np.array([3 << 61, -3 << 61])  # their difference is positive in 64 bits
+    assert as_set(far).tolist() == far.tolist()[::-1]

@@ -140,7 +140,7 @@ def test_signatures() -> None:
     ]  # fmt: skip
     assert parameters(ckpt.embeddings.UpdateGate) == "sources, max_queued, epoch"
     assert parameters(ckpt.embeddings.TableShard) == (
-        "name, rows, shard, shards, quantize, max_deltas, max_delta_ratio, max_aside_bytes, compare"
+        "name, rows, shard, shards, quantize, max_deltas, max_delta_ratio, max_aside_bytes, compare, allow_gaps"
     )
     for of_tables in (ckpt.embeddings.Tables.save, ckpt.embeddings.Tables.async_save):
         assert parameters(of_tables) == "self, state_dict, url, frozen, gate, options"

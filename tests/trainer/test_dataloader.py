@@ -5,6 +5,7 @@ order.
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,26 +16,34 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rooms import ROOT
 from support.tiers import examples
 
-from ckpt.errors import ConfigurationError, FormatError
+from ckpt.errors import CheckpointError, ConfigurationError, FormatError
+from ckpt.options import DataOptions
 from ckpt.trainer_integration.data_order.permutation import Permutation
-from ckpt.trainer_integration.data_order.shards import Cursor, Position, Shard
 from ckpt.trainer_integration.dataloader import RescalableLoader
-from ckpt.trainer_integration.dataset import Sample, ShardedDataset
+from ckpt.trainer_integration.dataset import ShardedDataset
 from ckpt.trainer_integration.sources import MapSource
 
 PAD = -1
+KINDS = ("global", "shards")
 
 
 class Numbered(MapSource):
-    """Documents in which no token appears twice, so that a token tells where it comes from."""
+    """Documents in which no token appears twice, so that a token tells where it comes from.
 
-    def __init__(self, lengths: Sequence[int], *, first: int = 0, cut_every: int = 10**9) -> None:
+    `kind`: of the order in which they are read; lengths are known where it is "global".
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, first: int = 0, cut_every: int = 10**9, kind: str = "global"
+    ) -> None:
         ends = [first, *(first + end for end in itertools.accumulate(lengths))]
         super().__init__([np.arange(*pair) for pair in itertools.pairwise(ends)], dtype=np.int64)
         self.all_tokens = range(first, ends[-1])
         self._cut_every = cut_every
+        self._counts = kind == "global"
 
     def cuts(self, start: int, stop: int) -> Sequence[int]:
         return [cut for cut in range(0, stop, self._cut_every) if start < cut < stop]
@@ -45,14 +54,17 @@ Merged = dict[str, Any]
 
 def merged(loaders: Sequence[RescalableLoader]) -> Merged:
     """What a checkpoint holds when all ranks have saved."""
-    shards: dict[str, dict[str, torch.Tensor]] = {}
     states = [loader.state_dict() for loader in loaders]
-    for state in states:
-        for name, of_source in state["shards"].items():
-            assert not shards.setdefault(name, {}).keys() & of_source.keys(), "a shard has two owners"
-            shards[name] |= of_source
     assert len({state["settings"] for state in states}) == 1
-    return {"settings": states[0]["settings"], "shards": shards}
+    united: Merged = {"settings": states[0]["settings"]}
+    for state in states:
+        if "ranks" in state:
+            united.setdefault("ranks", {}).update(state["ranks"])
+        for name, of_rank in state.get("positions", {}).items():
+            positions = united.setdefault("positions", {}).setdefault(name, {})
+            assert not positions.keys() & of_rank.keys(), "a shard has two owners"
+            positions |= of_rank
+    return united
 
 
 def loaders_of(
@@ -77,18 +89,6 @@ def tokens_of(batch: torch.Tensor) -> list[int]:
     return [token for token in batch.flatten().tolist() if token != PAD]
 
 
-def by_shard(read: Sequence[int], source: Numbered, shards: int) -> dict[int, list[int]]:
-    """What was read of each shard, in order."""
-    owner: dict[int, int] = {}
-    for shard in Shard.all_of("data", source.documents, shards):
-        for document in range(shard.start, shard.stop):
-            owner |= dict.fromkeys(source.tokens(document).tolist(), shard.number)
-    tokens: dict[int, list[int]] = {number: [] for number in range(shards)}
-    for token in read:
-        tokens[owner[token]].append(token)
-    return tokens
-
-
 # -- rescaling -------------------------------------------------------------------------------------------
 
 
@@ -100,7 +100,9 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
         st.integers(1, shards), st.integers(1, 4), st.lists(st.integers(0, 9), min_size=12, max_size=12)
     )
     return {
-        "lengths": lengths,
+        "kind": draw(st.sampled_from(KINDS)),
+        "changes_length": draw(st.booleans()),
+        "lengths": [*lengths, 3],
         "shards": shards,
         "seed": draw(st.sampled_from([None, 0, 7])),
         "cut_every": draw(st.sampled_from([3, 10**9])),
@@ -113,19 +115,19 @@ def journeys(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=examples(300))
 @given(journeys())
 def test_every_token_of_every_epoch_once(journey: dict[str, Any]) -> None:
-    """World and batch sizes and sequence length change at any moment, and ranks need not be in
-    step.
-    """
-    source = Numbered(journey["lengths"], cut_every=journey["cut_every"])
+    """World and batch sizes change at any moment, and ranks need not be in step; the sequence length, where they are."""
+    source = Numbered(journey["lengths"], cut_every=journey["cut_every"], kind=journey["kind"])
     options = {name: journey[name] for name in ("shards", "seed", "epochs")} | {"pad_token": PAD}
     read: list[int] = []
     state: Merged | None = None
-    lengths = iter(journey["sequence_lengths"])
+    changes = journey["changes_length"] or journey["kind"] == "shards"
+    lengths = iter(journey["sequence_lengths"] if changes else journey["sequence_lengths"][:1] * 6)
     for world_size, batch_size, batches in journey["stops"]:
         loaders = loaders_of(
             source, world_size, state, batch_size=batch_size, sequence_length=next(lengths), **options
         )
-        for loader, count in zip(loaders, batches, strict=False):
+        in_step = journey["kind"] == "global" and journey["changes_length"]
+        for loader, count in zip(loaders, batches[:1] * 12 if in_step else batches, strict=False):
             for batch in itertools.islice(loader, count):
                 read += tokens_of(batch)
         state = merged(loaders)
@@ -136,41 +138,36 @@ def test_every_token_of_every_epoch_once(journey: dict[str, Any]) -> None:
     counted = Counter(read)
     assert [token for token in source.all_tokens if counted[token] < journey["epochs"]] == [], "skipped"
     assert [token for token in counted if counted[token] > journey["epochs"]] == [], "revisited"
-    (whole,) = loaders_of(source, 1, None, sequence_length=5, **options)
-    uninterrupted = [token for batch in whole for token in tokens_of(batch)]
-    assert by_shard(read, source, journey["shards"]) == by_shard(uninterrupted, source, journey["shards"])
     assert last.epoch == journey["epochs"]
 
 
 @settings(max_examples=examples(100))
 @given(journeys())
 def test_a_run_without_end_goes_on_into_the_next_epoch(journey: dict[str, Any]) -> None:
-    """What is read of a shard is the beginning of its stream: whole epochs, one after the other."""
-    source = Numbered([length + 1 for length in journey["lengths"]], cut_every=journey["cut_every"])
+    """What all ranks read in one order is whole epochs, one after the other."""
+    source = Numbered([length + 1 for length in journey["lengths"]])
     options = {name: journey[name] for name in ("shards", "seed")}
     read: list[int] = []
     state: Merged | None = None
     for world_size, batch_size, batches in journey["stops"]:
         loaders = loaders_of(source, world_size, state, batch_size=batch_size, sequence_length=16, **options)
-        for loader, count in zip(loaders, batches, strict=False):
-            for batch in itertools.islice(loader, count):
-                read += batch.flatten().tolist()
+        for of_ranks in itertools.islice(zip(*loaders, strict=True), batches[0]):
+            rows = [batch.tolist() for batch in of_ranks]
+            # Row n of all ranks is row n // W of rank n % W.
+            for row in itertools.chain.from_iterable(zip(*rows, strict=True)):
+                read += row
         state = merged(loaders)
-    for number, tokens in by_shard(read, source, journey["shards"]).items():
-        (shard,) = [
-            s for s in Shard.all_of("data", source.documents, journey["shards"]) if s.number == number
-        ]
-        own = sorted(token for at in range(shard.start, shard.stop) for token in source.tokens(at).tolist())
-        for epoch in range(0, len(tokens), len(own)):
-            part = tokens[epoch : epoch + len(own)]
-            assert len(set(part)) == len(part), "revisited within an epoch"
-            assert set(part) <= set(own)
-            assert len(part) < len(own) or sorted(part) == own, "skipped"
+    own = [*source.all_tokens]
+    for epoch in range(0, len(read), len(own)):
+        part = read[epoch : epoch + len(own)]
+        assert len(set(part)) == len(part), "revisited within an epoch"
+        assert len(part) < len(own) or sorted(part) == own, "skipped"
 
 
-def test_four_six_three_one_four() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_six_three_one_four(kind: str) -> None:
     """The documents are longer than what is read between two changes."""
-    source = Numbered([400] * 24)
+    source = Numbered([400] * 24, kind=kind)
     state, read = None, []
     for world_size in (4, 6, 3, 1, 4):
         loaders = loaders_of(
@@ -179,23 +176,33 @@ def test_four_six_three_one_four() -> None:
         for batch in itertools.chain.from_iterable(itertools.islice(loader, 3) for loader in loaders):
             read += tokens_of(batch)
         state = merged(loaders)
-        offsets = [positions[2].item() for positions in state["shards"]["data"].values()]
-        assert any(0 < offset < 400 for offset in offsets), "this is to happen in the middle of documents"
     for loader in loaders:
         for batch in loader:
             read += tokens_of(batch)
     assert sorted(read) == [*source.all_tokens]
 
 
-def test_ranks_in_step_read_the_same_global_batches_on_any_world_size() -> None:
-    source = Numbered([5, 90, 17, 33, 2, 140, 60, 8] * 9)
-    options = {"shards": 24, "sequence_length": 16, "seed": 3}
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [(["global", "global"], DataOptions()), (["shards"], DataOptions(turns="count"))],
+    ids=["lengths known, two sources", "turns by count"],
+)
+def test_ranks_in_step_read_the_same_global_batches_on_any_world_size(
+    kinds: list[str], options: DataOptions
+) -> None:
+    sources = {
+        str(number): Numbered([5, 90, 17, 33, 2, 140, 60, 8] * 9, first=10**6 * number, kind=kind)
+        for number, kind in enumerate(kinds)
+    }
 
     def steps(sizes: Sequence[int]) -> list[set[tuple[int, ...]]]:
         state: Merged | None = None
         global_batches: list[set[tuple[int, ...]]] = []
         for world_size in sizes:
-            loaders = loaders_of(source, world_size, state, batch_size=12 // world_size, **options)
+            loaders = loaders_of(
+                sources, world_size, state, batch_size=12 // world_size, shards=24, sequence_length=16, seed=3,
+                options=options,
+            )  # fmt: skip
             for batches in itertools.islice(zip(*loaders, strict=True), 3):
                 global_batches.append({tuple(row) for batch in batches for row in batch.tolist()})
             state = merged(loaders)
@@ -204,51 +211,19 @@ def test_ranks_in_step_read_the_same_global_batches_on_any_world_size() -> None:
     assert steps([1] * 5) == steps([4, 6, 3, 1, 4]) == steps([12, 2, 12, 6, 3])
 
 
-@settings(max_examples=examples(50))
-@given(
-    counts=st.lists(st.integers(0, 3), min_size=2, max_size=40),
-    weights=st.lists(st.sampled_from([0.1, 1.0, 2.5]), min_size=20, max_size=20),
-    parts=st.integers(1, 5),
-)
-def test_any_part_of_the_shards_is_read_in_the_order_of_the_whole(
-    counts: list[int], weights: list[float], parts: int
-) -> None:
-    """So workers can read on their own, and the order does not depend on their number."""
-    sources = {str(number): Numbered([1] * 4) for number in range(len(counts) // 2)}
-    mixed = dict(zip(sources, weights, strict=False))
-    dataset = ShardedDataset(sources, weights=mixed, shards=4, sequence_length=1, rank=1, world_size=2)
-
-    begun = dict(zip(dataset.own_shards, counts, strict=False))
-
-    def order(indices: Sequence[int], length: int) -> list[int]:
-        taken = {index: begun[index] for index in indices}
-
-        def read(index: int) -> Sample:
-            taken[index] += 1
-            return Sample(index, Position(sequences=taken[index]), np.empty(0, np.int64))
-
-        positions = {index: Position(sequences=taken[index]) for index in indices}
-        return [sample.shard for sample in itertools.islice(dataset.in_turn(positions, read), length)]
-
-    everything = dataset.own_shards
-    whole = order(everything, 200)
-    for part in range(parts):
-        mine = everything[part::parts]
-        expected = [index for index in whole if index in mine]
-        assert order(mine, len(expected)) == expected
-
-
-def test_sources_are_mixed_by_weight_on_every_rank() -> None:
-    sources = {"a": Numbered([50] * 40), "b": Numbered([50] * 40, first=100_000)}
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_are_mixed_by_weight_on_every_rank(kind: str) -> None:
+    sources = {"a": Numbered([50] * 40, kind=kind), "b": Numbered([50] * 40, first=100_000, kind=kind)}
     state = None
     total: Counter[bool] = Counter()
     for world_size in (2, 5, 3):
         loaders = loaders_of(
             sources, world_size, state, shards=20, sequence_length=10, weights={"a": 3, "b": 1}, batch_size=4
         )
-        for loader in loaders:
-            mixed = [row[0] >= 100_000 for batch in itertools.islice(loader, 10) for row in batch.tolist()]
-            assert all(1 <= sum(mixed[at : at + 8]) <= 3 for at in range(0, 40, 8)), "not at each moment"
+        at_once = [[*itertools.islice(loader, 10)] for loader in loaders]
+        for step in zip(*at_once, strict=True):
+            mixed = [row[0] >= 100_000 for batch in step for row in batch.tolist()]
+            assert world_size - 1 <= sum(mixed) <= world_size + 1, "not at each moment"
             total.update(mixed)
         state = merged(loaders)
     assert total[False] == pytest.approx(3 * total[True], rel=0.05)
@@ -300,7 +275,8 @@ def test_permutations_are_random_enough() -> None:
 
 
 def test_blocks_stay_together() -> None:
-    (loader,) = loaders_of(Numbered([1] * 60, cut_every=10), 1, None, shards=2, sequence_length=10, seed=0)
+    source = Numbered([1] * 60, cut_every=10, kind="shards")
+    (loader,) = loaders_of(source, 1, None, shards=2, sequence_length=10, seed=0)
     for (batch,) in rows(loader, 12):
         assert len({token // 10 for token in batch}) == 1
         assert batch != sorted(batch)
@@ -326,23 +302,26 @@ def test_documents_with_their_delimiters() -> None:
     assert rows(loader, 9) == [[[1, 10, 11, 12]], [[2, 1, 2, 1]], [[13, 14, 2, 9]]]
 
 
-@pytest.mark.parametrize("at", range(13))
-def test_a_cursor_goes_on_at_any_token(at: int) -> None:
-    def cursor(position: Position) -> Cursor:
-        shard = Shard("data", 0, 1, 0, 3)
-        return Cursor(shard, source, position, seed=5, epochs=1, bos_token=1, eos_token=2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", range(1, 13))
+def test_reading_goes_on_at_any_token(kind: str, at: int) -> None:
+    """Sequences of one token, then of all that are left."""
+    options = {"shards": 1, "seed": 5, "epochs": 1, "bos_token": 1, "eos_token": 2, "pad_token": PAD}
+    source = Numbered([3, 0, 4], first=10, kind=kind)
+    (whole,) = loaders_of(source, 1, None, sequence_length=1, **options)
+    tokens = [token for batch in whole for token in tokens_of(batch)]
+    assert len(tokens) == 13
+    (first,) = loaders_of(source, 1, None, sequence_length=1, **options)
+    before = [token for batch in itertools.islice(first, at) for token in tokens_of(batch)]
+    (second,) = loaders_of(source, 1, first.state_dict(), sequence_length=100, **options)
+    after = [token for batch in second for token in tokens_of(batch)]
+    assert before + after == tokens
 
-    source = Numbered([3, 0, 4], first=10)
-    whole = cursor(Position()).take(100).tolist()
-    first = cursor(Position())
-    before = first.take(at).tolist()
-    assert before + cursor(first.position).take(100).tolist() == whole
-    assert len(whole) == 13
 
-
-def test_documents_without_tokens_at_the_very_end() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_without_tokens_at_the_very_end(kind: str) -> None:
     """A shard that looks as if there were more; whole batches of nothing are not handed out."""
-    source = Numbered([4, 0, 0, 4, 0, 0])
+    source = Numbered([4, 4, 0, 0, 0, 0], kind=kind)
     (loader,) = loaders_of(
         source, 1, None, shards=2, seed=None, sequence_length=4, epochs=1, pad_token=PAD, batch_size=2
     )
@@ -351,80 +330,210 @@ def test_documents_without_tokens_at_the_very_end() -> None:
     assert rows(loader, 9) == []
 
 
-def test_a_shard_without_tokens() -> None:
-    (loader,) = loaders_of(Numbered([4, 4, 0, 0]), 1, None, shards=2, seed=None, sequence_length=4)
+def test_no_tokens_at_all() -> None:
+    (loader,) = loaders_of(
+        Numbered([4, 0, 4, 0], kind="shards"), 1, None, shards=2, seed=None, sequence_length=4
+    )
     with pytest.raises(ConfigurationError, match=r"shard 1.*no document of the shard has tokens"):
         rows(loader, 9)
+    (loader,) = loaders_of(Numbered([0, 0, 0]), 1, None, sequence_length=4)
+    with pytest.raises(ConfigurationError, match="no document of source 'data' has tokens"):
+        rows(loader, 9)
+
+
+def test_ranks_make_the_same_number_of_steps() -> None:
+    """The last sequences are shared, and a rank that lacks one gets a row of padding."""
+    loaders = loaders_of(
+        Numbered([10] * 9), 4, None, shards=3, sequence_length=8, epochs=1, pad_token=PAD, batch_size=2
+    )
+    batches = [[*loader] for loader in loaders]
+    assert [[len(batch) for batch in of_rank] for of_rank in batches] == [[2, 1]] * 4
+    read = [token for of_rank in batches for batch in of_rank for token in tokens_of(batch)]
+    assert sorted(read) == [*range(90)]
+    assert merged(loaders)["ranks"]["00003-of-00004"].tolist() == [3, 0, 1, 0, 6, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("on_exhausted", "small", "large"), [("drop", 1, 1), ("stop", 1, 0.25), ("repeat", 4, 1)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_that_end(kind: str, on_exhausted: Any, small: float, large: float) -> None:
+    sources = {"small": Numbered([8] * 20, kind=kind), "large": Numbered([8] * 80, first=10_000, kind=kind)}
+    options = DataOptions(on_exhausted=on_exhausted)
+    (loader,) = loaders_of(
+        sources, 1, None, shards=4, sequence_length=8, epochs=1, pad_token=PAD, options=options
+    )
+    read = Counter(batch[0, 0].item() >= 10_000 for batch in loader)
+    assert read[False] == pytest.approx(20 * small, abs=2)
+    assert read[True] == pytest.approx(80 * large, abs=2)
 
 
 # -- the state -------------------------------------------------------------------------------------------
 
 
-def test_an_iteration_begins_where_the_last_ended() -> None:
-    source = Numbered([9] * 60)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_iteration_begins_where_the_last_ended(kind: str) -> None:
+    source = Numbered([9] * 60, kind=kind)
     (whole,) = loaders_of(source, 1, None, shards=5, sequence_length=8)
     (parts,) = loaders_of(source, 1, None, shards=5, sequence_length=8)
     assert rows(parts, 4) + rows(parts, 1) + rows(parts, 5) == rows(whole, 10)
 
 
-def test_a_stale_iteration_stops() -> None:
-    (loader,) = loaders_of(Numbered([9] * 60), 1, None, shards=5, sequence_length=8)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stale_iteration_stops(kind: str) -> None:
+    (loader,) = loaders_of(Numbered([9] * 60, kind=kind), 1, None, shards=5, sequence_length=8)
     state = loader.state_dict()
     stale = iter(loader)
-    next(stale)
+    first = next(stale)
     loader.load_state_dict(state)
-    with pytest.raises(Exception, match="iterate anew"):
+    with pytest.raises(CheckpointError, match="begin a new iteration"):
         next(stale)
-    again = loader.state_dict()
-    assert all(bool((again["shards"]["data"][n] == p).all()) for n, p in state["shards"]["data"].items())
+    assert torch.equal(next(iter(loader)), first)
 
 
-def test_positions_are_a_row_of_integers_per_shard() -> None:
+def test_the_state_is_a_few_numbers_where_lengths_are_known() -> None:
     loaders = loaders_of(Numbered([9] * 60), 3, None, shards=5, sequence_length=8)
-    states = [loader.state_dict()["shards"]["data"] for loader in loaders]
-    assert [[*state] for state in states] == [["000000", "000003"], ["000001", "000004"], ["000002"]]
-    assert {(p.dtype, tuple(p.shape)) for state in states for p in state.values()} == {(torch.int64, (4,))}
+    state = merged(loaders)
+    assert {name: len(value) for name, value in state["ranks"].items()} == {
+        f"0000{rank}-of-00003": 7 for rank in range(3)
+    }
 
 
+def test_the_state_is_a_row_of_integers_per_shard_where_they_are_not() -> None:
+    loaders = loaders_of(Numbered([9] * 60, kind="shards"), 3, None, shards=5, sequence_length=8)
+    states = [loader.state_dict()["positions"]["data"] for loader in loaders]
+    assert [[*state] for state in states] == [[f"{rank:05d}-of-00003"] for rank in range(3)]
+    assert [next(iter(state.values()))[:, 0].tolist() for state in states] == [[0, 3], [1, 4], [2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"shards": 6}, "shards: saved 5, here 6"),
         ({"seed": 1}, "seed: saved 0, here 1"),
         ({"eos_token": 7}, "eos_token: saved None, here 7"),
-        ({"source": Numbered([9] * 61)}, "sources: saved .*60 documents.*here .*61 documents"),
+        (
+            {"lengths": [9] * 61},
+            "source 'data': saved '60 documents.*here '61 documents.*allow_other_data=True",
+        ),
+        ({"lengths": [9] * 59 + [10]}, "source 'data': saved '60 documents, .*here '60 documents, "),
     ],
 )
-def test_positions_in_other_data_are_refused(changed: dict[str, Any], named: str) -> None:
-    options: dict[str, Any] = {"source": Numbered([9] * 60), "shards": 5, "seed": 0, "sequence_length": 8}
-    (loader,) = loaders_of(options.pop("source"), 1, None, **options)
-    other = {"source": Numbered([9] * 60), **options, **changed}
+def test_positions_in_other_data_are_refused(kind: str, changed: dict[str, Any], named: str) -> None:
+    given: dict[str, Any] = {"lengths": [9] * 60, "shards": 5, "seed": 0, "sequence_length": 8}
+
+    def made(state: Merged | None, **options: Any) -> RescalableLoader:
+        return loaders_of(Numbered(options.pop("lengths"), kind=kind), 1, state, **options)[0]
+
+    state = made(None, **given).state_dict()
     with pytest.raises(ConfigurationError, match=named):
-        loaders_of(other.pop("source"), 1, loader.state_dict(), **other)
+        made(state, **{**given, **changed})
+    if "lengths" in changed:
+        made(state, **{**given, **changed}, options=DataOptions(allow_other_data=True))
 
 
-@pytest.mark.parametrize("position", [[0, -1, 0, 0], [0, 12, 0, 0], [0, 0, -5, 0], [-1, 0, 0, 0]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_come_and_go_and_weights_change(kind: str) -> None:
+    """Each source continues where it was; the new weights hold from here on."""
+    sources = {name: Numbered([8] * 100, first=10_000 * at, kind=kind) for at, name in enumerate("abc")}
+    options: dict[str, Any] = {"shards": 4, "sequence_length": 8}
+    (first,) = loaders_of({name: sources[name] for name in "ab"}, 1, None, **options)
+    read = [row for batch in rows(first, 40) for row in batch]
+    (second,) = loaders_of(sources, 1, first.state_dict(), weights={"a": 9, "b": 0, "c": 1}, **options)
+    more = [row for batch in rows(second, 60) for row in batch]
+    assert Counter(row[0] // 10_000 for row in more) == {0: 54, 2: 6}
+    (third,) = loaders_of({"a": sources["a"]}, 1, second.state_dict(), **options)
+    more += [row for batch in rows(third, 10) for row in batch]
+    of_a = [token for row in read + more for token in row if token < 10_000]
+    assert len(of_a) == len(set(of_a)) == 8 * (20 + 54 + 10)
+
+
+def test_a_run_in_the_order_before_goes_on_in_it() -> None:
+    """Its shards are ranges of documents; the state names no order."""
+    source = Numbered([9] * 60)
+    settings = {"version": 1, "sources": {"data": "60 documents, 0badcafe"}, "shards": 5, "seed": 0}
+    positions = {f"{shard:06d}": torch.tensor([0, 1, 3, 1]) for shard in range(5)}
+    state: Merged = {
+        "settings": json.dumps({**settings, "bos_token": None, "eos_token": None}), "shards": {"data": positions},
+    }  # fmt: skip
+    (loader,) = loaders_of(source, 1, state, shards=5, sequence_length=6)
+    first = rows(loader, 1)[0][0]
+    assert {token // 9 for token in first} <= set(range(12)), "of the first of five shards"
+    again = loader.state_dict()
+    assert json.loads(again["settings"])["version"] == 1
+    assert again["shards"]["data"]["000000"].tolist() == [0, 2, 0, 2]
+    (more,) = loaders_of(source, 1, again, shards=5, sequence_length=6)
+    assert rows(more, 3) == rows(loader, 3)
+    with pytest.raises(ConfigurationError, match="60 documents, fewer than shards=61"):
+        loaders_of(
+            source,
+            1,
+            {**state, "settings": state["settings"].replace(": 5", ": 61")},
+            shards=61,
+            sequence_length=6,
+        )
+
+
+def test_a_state_saved_before_documents_were_dealt() -> None:
+    """Sequence by sequence as the library read on that saved it."""
+    saved = json.loads((ROOT / "tests" / "data" / "loader-v1.json").read_text())
+    ends = [0, *itertools.accumulate([5, 90, 17, 33, 2, 14, 60, 8] * 9)]
+    documents = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+    sources = {"a": MapSource(documents), "b": MapSource(documents[::-1])}
+    (loader,) = loaders_of(
+        sources,
+        1,
+        saved,
+        batch_size=2,
+        weights={"a": 3, "b": 1},
+        sequence_length=16,
+        shards=6,
+        eos_token=0,
+        seed=4,
+    )
+    assert rows(loader, 6) == saved["batches"]
+
+
+@pytest.mark.parametrize("position", [[-1, 0, 0, 0, 0], [0, 0, -5, 0, 0]])
 def test_positions_that_cannot_be_are_refused(position: list[int]) -> None:
     (loader,) = loaders_of(Numbered([9] * 60), 1, None, shards=5, sequence_length=8)
     state = loader.state_dict()
-    state["shards"]["data"]["000003"] = torch.tensor(position)
+    state["ranks"]["00000-of-00001"][2:] = torch.tensor(position)
+    with pytest.raises(FormatError, match="'data': impossible"):
+        loader.load_state_dict(state)
+    state["ranks"]["00000-of-00001"] = torch.tensor([0, 0, 0])
+    with pytest.raises(FormatError, match="rank 0: 1 numbers for 1 sources"):
+        loader.load_state_dict(state)
+    own = torch.zeros(7, dtype=torch.int64)
+    late = torch.tensor([1 << 62, 0, 0, 0, 0, 0, 0])
+    for ranks in (
+        {},
+        {"00000-of-2147483647": own},
+        {"00002-of-00002": own, "00003-of-00002": own, "00004-of-00002": own},
+    ):
+        with pytest.raises(FormatError, match="not of ranks"):
+            loader.load_state_dict({**state, "ranks": ranks})
+    with pytest.raises(FormatError, match="4611686018427387904 sequences ahead"):
+        loader.load_state_dict({**state, "ranks": {"00000-of-00002": own, "00001-of-00002": late}})
+    (loader,) = loaders_of(Numbered([9] * 60, kind="shards"), 1, None, shards=5, sequence_length=8)
+    state = loader.state_dict()
+    (rows_of,) = state["positions"]["data"].values()
+    rows_of[3, 1:] = torch.tensor(position)
     with pytest.raises(FormatError, match="'data', shard 3: impossible"):
         loader.load_state_dict(state)
-    state["shards"]["data"]["000003"] = torch.tensor([0, 0, 0])
-    with pytest.raises(FormatError, match="'data', shard 3: not a position"):
-        loader.load_state_dict(state)
-    del state["shards"]["data"]["000003"]
-    with pytest.raises(FormatError, match="'data', shard 3: not a position"):
+    state["positions"]["data"] = {"00000-of-00001": rows_of[:3]}
+    with pytest.raises(FormatError, match="'data', shard 3: missing"):
         loader.load_state_dict(state)
     with pytest.raises(FormatError, match="settings"):
         loader.load_state_dict({**loader.state_dict(), "settings": "{"})
 
 
 def test_an_offset_beyond_its_document() -> None:
-    (loader,) = loaders_of(Numbered([9] * 60), 1, None, shards=5, sequence_length=8)
+    (loader,) = loaders_of(Numbered([9] * 60, kind="shards"), 1, None, shards=5, sequence_length=8)
     state = loader.state_dict()
-    state["shards"]["data"]["000000"] = torch.tensor([0, 0, 10, 1])
-    state["shards"]["data"]["000001"] = torch.tensor([0, 0, 0, 1])
+    (rows_of,) = state["positions"]["data"].values()
+    rows_of[0, 1:] = torch.tensor([0, 0, 10, 1, 10])
     loader.load_state_dict(state)
     with pytest.raises(
         ConfigurationError,
@@ -436,14 +545,14 @@ def test_an_offset_beyond_its_document() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shards": 61}, "60 documents, fewer than shards=61"),
-        ({"shards": 2, "rank": 0, "world_size": 3}, "2 shards are too few for 3 ranks"),
+        ({"shards": 0}, "shards must be positive"),
+        ({"options": {}}, r"options must be ckpt\.options\.DataOptions"),
         ({"sequence_length": 0}, "sequence_length must be positive"),
         ({"epochs": 1}, "epochs= needs pad_token="),
         ({"rank": 3, "world_size": 3}, "rank must be from 0 to 2 .*, not 3"),
         ({"rank": 1}, "both, or neither"),
-        ({"weights": {"other": 1.0}}, "weights must be a positive number for each of data"),
-        ({"weights": {"data": 0.0}}, "weights must be a positive number"),
+        ({"weights": {"other": 1.0}}, "weights must be a number for each of data"),
+        ({"weights": {"data": 0.0}}, "not all of them 0"),
         ({"eos_token": 2**70}, "do not fit int64|must be one list of integer tokens"),
     ],
 )
@@ -456,6 +565,10 @@ def test_wrong_arguments_of_the_loader() -> None:
     dataset = ShardedDataset(Numbered([9] * 60), shards=5, sequence_length=8)
     with pytest.raises(ConfigurationError, match="must be positive"):
         RescalableLoader(dataset, batch_size=0)
+    unknown = Numbered([9] * 60, kind="shards")
+    with pytest.raises(ConfigurationError, match="2 shards are too few for 3 ranks"):
+        ShardedDataset(unknown, shards=2, sequence_length=8, rank=0, world_size=3)
+    dataset = ShardedDataset(unknown, shards=5, sequence_length=8)
     with pytest.raises(ConfigurationError, match="5 shards, too few for 6 workers"):
         RescalableLoader(dataset, batch_size=1, num_workers=6)
 

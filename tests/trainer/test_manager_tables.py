@@ -65,7 +65,9 @@ def checkpoints(root: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "off"])
-def test_a_run_saves_and_resumes_state_and_tables_as_one(tmp_path: Path, mode: Any) -> None:
+def test_a_run_saves_and_resumes_state_and_tables_as_one(
+    tmp_path: Path, mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path, keep=1, async_mode=mode)
     assert run.restore() == 0
     stayed = []
@@ -83,6 +85,7 @@ def test_a_run_saves_and_resumes_state_and_tables_as_one(tmp_path: Path, mode: A
     assert preflight.values["size_bytes"] == run.values.nbytes + run.weight.nbytes
     again = Run(tmp_path, async_mode=mode, keep=1)
     assert again.restore() == 8
+    assert "not asked for" not in caplog.text
     assert torch.equal(again.values, expected_after(8))
     assert (again.weight == 8).all()
     with again.manager:
@@ -125,6 +128,32 @@ def test_steps_are_reached_again_after_going_back(tmp_path: Path) -> None:
     again = Run(tmp_path)
     assert again.restore() == 6
     assert torch.equal(again.values, expected_after(6))
+
+
+@pytest.mark.parametrize("how", ["same process", "new process", "lost record"])
+def test_steps_that_were_given_up_do_not_come_back(tmp_path: Path, how: str) -> None:
+    """After a restart the run resumes from the step that it saved last, not from a later one of before."""
+    run = Run(tmp_path)
+    for step in range(1, 7):
+        run.step(step)
+    if how != "same process":
+        run.manager.close()
+        run = Run(tmp_path)
+    if how == "lost record":
+        (tmp_path / "ckpt-run.json").unlink()
+    with run.manager:
+        run.manager.restore({"weight": run.weight}, step=2)
+        for step in (3, 4):
+            run.step(step)
+    again = Run(tmp_path)
+    with again.manager:
+        assert again.restore() == 4
+        assert torch.equal(again.values, expected_after(4))
+        again.step(5)
+    last = Run(tmp_path)
+    with last.manager:
+        assert last.restore() == 5
+    assert torch.equal(last.values, expected_after(5))
 
 
 def test_a_damaged_table_is_passed_over_with_its_state(tmp_path: Path) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
 _ROUNDS = 4
 
 
@@ -15,7 +20,7 @@ class Permutation:
     again until it does not: less than twice on average.
     """
 
-    def __init__(self, size: int, *key: int | str) -> None:
+    def __init__(self, size: int, *key: int | str | None) -> None:
         self._size = size
         bits = max(1, (size - 1).bit_length())
         self._mask, self._fold = (1 << bits) - 1, (bits + 1) // 2
@@ -36,3 +41,20 @@ class Permutation:
                 place ^= place >> self._fold
             if place < self._size:
                 return place
+
+    def many(self, places: Numbers) -> Numbers:
+        """Return the numbers at many places, all of them below the size."""
+        numbers = places.astype(np.uint64)
+        outside = np.arange(len(numbers))
+        while len(outside):
+            numbers[outside] = self._mapped(numbers[outside])
+            outside = outside[numbers[outside] >= self._size]
+        return numbers.astype(np.int64)
+
+    def _mapped(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        mask = np.uint64(self._mask)
+        fold = np.uint64(self._fold)
+        for factor, addend in self._rounds:
+            numbers = (numbers * np.uint64(factor) + np.uint64(addend)) & mask
+            numbers ^= numbers >> fold
+        return numbers

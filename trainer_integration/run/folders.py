@@ -45,8 +45,14 @@ class Folders:
         return history.path(step)
 
     def _later_steps(self) -> set[int]:
-        """List the steps after the one that was resumed of which a checkpoint may exist, also a superseded one."""
-        return {number for number in self._history.steps().values() if number > self._resumed_at}
+        """List the steps after the one that was resumed of which a checkpoint may exist, also a superseded one.
+
+        Those that only a listing has are noted: they are abandoned too.
+        """
+        later = {path: step for path, step in self._history.steps().items() if step > self._resumed_at}
+        if later:
+            self._history.find(later)
+        return set(later.values())
 
     def _named_at(self, step: int) -> set[str]:
         """List the folders of a step whose bytes other checkpoints name; none if storage does not answer."""

@@ -117,10 +117,7 @@ class History(SharedRecord):
 
     def find_all(self) -> None:
         """Remember the checkpoints that only a listing has, so that they can be given up."""
-        recorded = {checkpoint.path for checkpoint in self._record().checkpoints}
-        for step, path in self.candidates():
-            if path not in recorded:
-                self.find(RunCheckpoint(step=step, path=path, saved_at_s=0.0))
+        self.find({path: step for step, path in self.candidates()})
 
     def begin_new_run(self) -> None:
         """Give up, with the next checkpoint, those that this process has not saved."""

@@ -27,6 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.format.names import last_segment, step_of
 from ckpt.format.run_record import RUN_KEY
+from ckpt.format.table_names import TABLES_PREFIX
 from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
@@ -141,13 +142,13 @@ def restore(
     nearest = saves.nearest if isinstance(saves, NearSaves) else None
 
     def attempt(url: str, choice: Choice | None = None) -> StateLoadPlanner:
-        planner = _planner(options, has_initial=initial is not None, is_own=choice is not None)
+        planner = _planner(options, saves, has_initial=initial is not None, is_own=choice is not None)
         if nearest is not None and choice is not None and choice.near is not None:
             read.update(nearest.load(state, choice, planner, load_options))
         else:
             load(state, url, planner=planner, **load_options)
         if saves.uploads.tables is not None:
-            _restore_tables(saves.uploads.tables, url, ranks, load_options["storage_options"])
+            _restore_tables(saves.uploads.tables, url, ranks, options, load_options["storage_options"])
         saves.uploads.expected = _space_for_copies(state)
         return planner
 
@@ -167,7 +168,7 @@ def restore(
                 figures["load_s"] = time.monotonic() - began_s
                 saves.tell("restored", choice.step, shown, "", **figures, **read)
                 more: dict[str, Any] = {"state": without_marks(state), "_planner": loaded}
-                return Restored(choice.step, shown, tuple(passed_over), loaded.missing, **more)
+                return Restored(choice.step, shown, tuple(passed_over), _missing(loaded, saves), **more)
             if choice.near is None and ranks.from_first(lambda: search.is_gone(choice)):
                 continue
         is_near, is_foreign = choice.near is not None, choice.candidate.is_foreign
@@ -190,13 +191,14 @@ def restore(
     loaded = attempt(os.fspath(initial))
     saves.tell("restored", number, f"{shown} (initial)", load_s=time.monotonic() - began_s)
     more = {"state": without_marks(state), "_planner": loaded, "is_initial": True}
-    return Restored(number, shown, tuple(passed_over), loaded.missing, **more)
+    return Restored(number, shown, tuple(passed_over), _missing(loaded, saves), **more)
 
 
-def _planner(options: LoadOptions, *, has_initial: bool, is_own: bool) -> StateLoadPlanner:
+def _planner(options: LoadOptions, saves: Saves, *, has_initial: bool, is_own: bool) -> StateLoadPlanner:
     """Make the planner of a load; names are those of the checkpoint to begin with: the run's own have the program's."""
     own = replace(options, rename=None) if has_initial and is_own else options
-    return StateLoadPlanner(own, restores=is_own, records=True)
+    apart = () if saves.uploads.tables is None else (TABLES_PREFIX.rstrip("."),)
+    return StateLoadPlanner(own, restores=is_own, records=True, restored_apart=apart)
 
 
 def _checked(
@@ -214,9 +216,19 @@ def _checked(
     return {**options, "expect": expect}
 
 
-def _restore_tables(tables: Tables, url: str, ranks: Ranks, storage_options: Any) -> None:
+def _restore_tables(
+    tables: Tables, url: str, ranks: Ranks, options: LoadOptions, storage_options: Any
+) -> None:
+    chosen = {"strict": options.strict, "on_shape": options.on_shape, "storage_options": storage_options}
     call = f"restore of tables of {last_segment(place_of(url))}"
-    same_outcome(ranks, call, lambda: tables.restore(url, storage_options=storage_options))
+    same_outcome(ranks, call, lambda: tables.restore(url, **chosen))
+    tables.agree(ranks)
+
+
+def _missing(loaded: StateLoadPlanner, saves: Saves) -> tuple[str, ...]:
+    """List the keys of the state, and parts of tables, that the checkpoint lacks."""
+    tables = saves.uploads.tables
+    return (*loaded.missing, *(f"tables.{name}" for name in (tables.missing if tables else ())))
 
 
 def _space_for_copies(state: Mapping[str, Any]) -> Space | None:

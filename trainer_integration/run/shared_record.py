@@ -118,10 +118,12 @@ class SharedRecord:
             self._durable_at_s = time.time()
             self._write()
 
-    def find(self, checkpoint: RunCheckpoint) -> None:
-        """Note, with the next change, a checkpoint of an earlier process that is not on record."""
+    def find(self, steps: Mapping[str, int]) -> None:
+        """Note, with the next change, checkpoints of earlier processes, by folder, that are not on record."""
         with self._lock:
-            self._found[checkpoint.path] = checkpoint
+            recorded = {checkpoint.path for checkpoint in self._record().checkpoints}
+            for path in steps.keys() - recorded:
+                self._found[path] = RunCheckpoint(step=steps[path], path=path, saved_at_s=0.0)
 
     def drop(self, checkpoint: RunCheckpoint, commit_id: str = "") -> None:
         """Forget a checkpoint that is removed next, and remember the id of its commit. Raises CheckpointError."""
