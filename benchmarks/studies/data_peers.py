@@ -153,13 +153,13 @@ def read_grain(folder: Path) -> Iterator[Any]:
 
     source = grain.sources.ArrayRecordDataSource([str(folder / "rows.array_record")])
     rows = grain.MapDataset.source(source).seed(0).shuffle().repeat().map(decoded)
-    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # with threads it was slower on one core
+    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # as the others: no threads
     yield from rows.batch(BATCH_SIZE, drop_remainder=True).to_iter_dataset(reading)
 
 
 def read_streaming(folder: Path) -> Iterator[Any]:
     import torch
-    from streaming import StreamingDataset, StreamingDataLoader
+    from streaming import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=BATCH_SIZE)
 

@@ -187,7 +187,9 @@ class Known:
             number = next(numbers)
             expected = self._rows[number] if self._has(number) else []
             assert row == expected, f"rank {rank}, row {at}, sequence {number}"
-            if not (expected or self._ahead):  # in step a row is padding only where another rank has a sequence
+            if not (
+                expected or self._ahead
+            ):  # in step a row is padding only where another rank has a sequence
                 assert self._has(number // self._world_size * self._world_size)
 
     def ended(self, rank: int, rows: int) -> bool:
