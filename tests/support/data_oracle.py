@@ -98,7 +98,7 @@ class Stream:
         self._tokens = len(stored)
 
     def resume(self, length: int) -> None:
-        """What is left of an epoch is read on in its order; only an epoch of which no sequence was read is cut again."""
+        """The rest of an epoch is read on in its order; only an epoch of which no sequence was read is cut again."""
         if self._read <= self._head:
             self._begin(head=self._read, length=length)
 

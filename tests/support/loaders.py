@@ -15,7 +15,7 @@ Merged = dict[str, Any]
 
 
 class Numbered(MapSource):
-    """Documents in which no token appears twice, so that a token tells where it comes from.
+    """Documents in which no token appears twice, so that a token shows where it comes from.
 
     `kind`: of the order in which they are read; lengths are known where it is "global".
     """
@@ -34,12 +34,12 @@ class Numbered(MapSource):
 
 
 def merged(loaders: Sequence[RescalableLoader]) -> Merged:
-    """What a checkpoint holds when all ranks have saved."""
+    """Unite the states of all ranks, as a checkpoint does."""
     return merged_states([loader.state_dict() for loader in loaders])
 
 
 def merged_states(states: Sequence[Merged]) -> Merged:
-    """What a checkpoint holds of the states of all ranks."""
+    """Unite the states of all ranks, as a checkpoint does."""
     assert len({state["settings"] for state in states}) == 1
     united: Merged = {"settings": states[0]["settings"]}
     for state in states:

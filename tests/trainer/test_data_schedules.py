@@ -29,7 +29,7 @@ NAMES = "abc"
 
 @dataclass(frozen=True)
 class Stint:
-    """What a run does between its start and its end by a kill.
+    """A run between its start and its end by a kill.
 
     Attributes:
         batches: that each rank reads before the kill.
@@ -160,7 +160,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 @dataclass
 class OfRank:
-    """What a rank has read until it is killed.
+    """The rows of a rank until it is killed.
 
     Attributes:
         used: rows before its checkpoint.
@@ -232,7 +232,7 @@ def run(schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 100))]
 )
-def test_a_random_schedule_reads_what_the_oracle_says(seed: int) -> None:
+def test_random_schedules_follow_the_oracle(seed: int) -> None:
     run(Schedule(seed, workers=seed % 10 == 9 and seed > 9))
 
 
@@ -243,7 +243,7 @@ SAVE_EVERY = 3
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(200, 206))
-def test_runs_that_are_killed_read_what_the_oracle_says(seed: int, tmp_path: Path) -> None:
+def test_runs_that_are_killed_follow_the_oracle(seed: int, tmp_path: Path) -> None:
     """Processes with workers of their own, killed at any moment, also within a save."""
     schedule = Schedule(seed, workers=True, processes=True)
     oracle = (Known if schedule.is_known else Unknown)(schedule.corpus)
