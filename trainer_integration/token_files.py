@@ -77,7 +77,7 @@ class TokenFiles(Source):
     def lengths(self, documents: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
         lengths = np.empty(len(documents), np.int64)
         files = np.searchsorted(self._starts, documents, "right") - 1
-        for number in np.unique(files).tolist():
+        for number in np.flatnonzero(np.bincount(files)).tolist():
             here = files == number
             tokens, offsets = self._mapped(number)
             index = documents[here] - self._starts[number]

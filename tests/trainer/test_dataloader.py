@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.loaders import Merged, Numbered, merged
 from support.rooms import ROOT
 from support.tiers import examples
 
@@ -28,43 +29,6 @@ from ckpt.trainer_integration.sources import MapSource
 
 PAD = -1
 KINDS = ("global", "shards")
-
-
-class Numbered(MapSource):
-    """Documents in which no token appears twice, so that a token tells where it comes from.
-
-    `kind`: of the order in which they are read; lengths are known where it is "global".
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], *, first: int = 0, cut_every: int = 10**9, kind: str = "global"
-    ) -> None:
-        ends = [first, *(first + end for end in itertools.accumulate(lengths))]
-        super().__init__([np.arange(*pair) for pair in itertools.pairwise(ends)], dtype=np.int64)
-        self.all_tokens = range(first, ends[-1])
-        self._cut_every = cut_every
-        self._counts = kind == "global"
-
-    def cuts(self, start: int, stop: int) -> Sequence[int]:
-        return [cut for cut in range(0, stop, self._cut_every) if start < cut < stop]
-
-
-Merged = dict[str, Any]
-
-
-def merged(loaders: Sequence[RescalableLoader]) -> Merged:
-    """What a checkpoint holds when all ranks have saved."""
-    states = [loader.state_dict() for loader in loaders]
-    assert len({state["settings"] for state in states}) == 1
-    united: Merged = {"settings": states[0]["settings"]}
-    for state in states:
-        if "ranks" in state:
-            united.setdefault("ranks", {}).update(state["ranks"])
-        for name, of_rank in state.get("positions", {}).items():
-            positions = united.setdefault("positions", {}).setdefault(name, {})
-            assert not positions.keys() & of_rank.keys(), "a shard has two owners"
-            positions |= of_rank
-    return united
 
 
 def loaders_of(

@@ -29,7 +29,7 @@ class Agreement:
         if self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         own = json.dumps(settings, sort_keys=True)
-        key = f"ckpt-data/{self._number}/{self._begun}/{self._world_size}/{','.join(settings['sources'])}"
+        key = f"ckpt-data/{self._number}/{self._begun}/{self._world_size}/{','.join(sorted(settings['sources']))}"
         store = default_store()
         stored = store.compare_set(key, "", json.dumps([self._rank, own])).decode()
         rank, first = json.loads(stored)

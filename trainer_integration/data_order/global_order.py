@@ -146,7 +146,7 @@ class GlobalOrder:
     @property
     def readers(self) -> dict[str, _Reader]:
         if self._readers is None:
-            names = [name for name, weight in self._plan.weights.items() if weight]
+            names = sorted(name for name, weight in self._plan.weights.items() if weight)
             begin = self._base.positions
             self._readers = {
                 name: _Reader(self._plan, name, begin[name], self._streams[name]) for name in names

@@ -49,23 +49,31 @@ class Schedule:
         return (sequence + 0.5) / self._weights[number]
 
     def take(self, count: int) -> tuple[Numbers, Numbers]:
-        """Return the next sequences: the numbers of their sources, and their numbers there. Fewer at the end."""
-        sources: list[Numbers] = []
-        numbers: list[Numbers] = []
-        total = sum(
-            w for w, read, limit in zip(self._weights, self.read, self._limits, strict=True) if read < limit
-        )
-        for source, weight in enumerate(self._weights):
-            # Of all sources that are left it has its share of the next ones, give or take one each.
-            most = math.ceil(count * weight / total) + len(self._weights) + 1 if total else 0
-            most = int(min(most, self._limits[source] - self.read[source])) if weight else 0
-            sources.append(np.full(max(most, 0), source, np.int64))
-            numbers.append(np.arange(self.read[source], self.read[source] + most, dtype=np.int64))
+        """Return the next sequences: the numbers of their sources, and their numbers there. Fewer than `count` where a source
+        ends, none at the end of all.
+        """
+        left = [
+            number
+            for number, limit in enumerate(self._limits)
+            if self._weights[number] and self.read[number] < limit
+        ]
+        total = sum(self._weights[number] for number in left)
+        sources: list[Numbers] = [np.empty(0, np.int64)]
+        numbers: list[Numbers] = [np.empty(0, np.int64)]
+        horizon = self._last_due
+        for source in left:
+            # Its share of the next ones, give or take one each: more, once another source has ended.
+            most = math.ceil(count * self._weights[source] / total) + len(left) + 1
+            end = int(min(self.read[source] + most, self._limits[source]))
+            sources.append(np.full(end - self.read[source], source, np.int64))
+            numbers.append(np.arange(self.read[source], end, dtype=np.int64))
+            if end < self._limits[source]:
+                horizon = min(horizon, self._due(source, end - 1))
         chosen = np.concatenate(sources)
         places = np.concatenate(numbers)
         due = (places + 0.5) / np.asarray(self._weights)[chosen]
         order = np.argsort(due, kind="stable")[:count]
-        order = order[due[order] <= self._last_due]
+        order = order[due[order] <= horizon]
         for source, taken in enumerate(np.bincount(chosen[order], minlength=len(self._weights)).tolist()):
             self.read[source] += taken
         return chosen[order], places[order]
@@ -78,12 +86,23 @@ class Schedule:
             middle = (low + high) / 2
             low, high = (middle, high) if sum(self._read_at(middle)) <= wanted else (low, middle)
         self.read = self._read_at(low)
-        self.take(wanted - sum(self.read))
+        while (rest := wanted - sum(self.read)) and len(self.take(rest)[0]):
+            pass
 
     def _read_at(self, due: float) -> list[int]:
         """Count the sequences of each source that are due before a moment, at least those that were read."""
-        before = (max(0, math.ceil(min(due, self._last_due) * weight - 0.5)) for weight in self._weights)
         return [
-            int(max(read, min(limit, count)))
-            for read, limit, count in zip(self.read, self._limits, before, strict=True)
+            int(max(read, min(limit, self._before(source, min(due, self._last_due)))))
+            for source, (read, limit) in enumerate(zip(self.read, self._limits, strict=True))
         ]
+
+    def _before(self, source: int, due: float) -> int:
+        """Count the sequences of a source with a smaller `_due`, as it is rounded."""
+        if not (weight := self._weights[source]):
+            return 0
+        count = max(0, math.ceil(due * weight - 0.5))
+        while count and self._due(source, count - 1) >= due:
+            count -= 1
+        while self._due(source, count) < due:
+            count += 1
+        return count
