@@ -92,10 +92,7 @@ class RescalableLoader:
         return self.dataset.positions.state_dict()
 
     def state_dict_of_all_ranks(self) -> dict[str, Any]:
-        """Return the positions of all ranks, for a framework that saves those of one; all ranks call it.
-
-        Raises CheckpointError on all ranks if one does not answer.
-        """
+        """Return the positions of all ranks, for a framework that saves those of one; all ranks call it."""
         with closing(Ranks(None, no_dist=False)) as ranks:
             return ranks.join(self.state_dict(), _united)
 

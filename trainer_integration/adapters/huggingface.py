@@ -323,13 +323,13 @@ def _parts_of(trainer: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"model": _model_state(trainer)}
     if trainer.is_world_process_zero():
         state["trainer_state"] = _TrainerState(trainer)
+    if isinstance(trainer.train_dataset, RescalableLoader):
+        state["loader"] = trainer.train_dataset
     if not trainer.args.save_only_model:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         state["optimizer"] = OptimizerState(trainer.model, optimizer)
         scaler = getattr(trainer.accelerator, "scaler", None)
         state |= training_state(scheduler=trainer.lr_scheduler, scaler=scaler)  # and random states
-        if isinstance(trainer.train_dataset, RescalableLoader):
-            state["loader"] = trainer.train_dataset
     return state
 
 

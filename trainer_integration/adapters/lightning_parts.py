@@ -365,16 +365,14 @@ class Finding(_Base):
 
 
 def _record(loaders: Any, batch: Any) -> None:
-    """Record a batch that was trained on, or each loader's of a list or dict."""
+    """Record a batch that was trained on, or each loader's of a list or dict; None of one that ended before the others."""
     if isinstance(loaders, Mapping):
         for name, loader in loaders.items():
             _record(loader, batch[name])
     elif isinstance(loaders, list | tuple):
         for loader, part in zip(loaders, batch, strict=True):
             _record(loader, part)
-    elif (
-        hasattr(loaders, "state_dict_of_all_ranks") and batch is not None
-    ):  # None: it has ended before others
+    elif hasattr(loaders, "state_dict_of_all_ranks") and batch is not None:
         loaders.record(batch)
 
 
