@@ -31,6 +31,7 @@ _factories: dict[str, StoreFactory | str] = {
 _MAX_THREADS = 4096
 _WITH_PART_SIZE = frozenset({"s3", "cos"})
 """Schemes whose part size is a storage option too."""
+_WITH_BUCKETS = frozenset({"s3", "cos", "gs", "gcs", "oss", "fsspec+s3"})
 _FSSPEC_PATHS = frozenset({"local", "fsspec+file", "fsspec+local"})
 """Schemes whose URLs can be relative paths."""
 _MANGLED = re.compile(r"((?:[A-Za-z0-9+]+::)*[A-Za-z0-9+]+)(:/|:(?!:)|//)(.*)", re.DOTALL)
@@ -128,6 +129,12 @@ def normal_url(url: str | os.PathLike[str]) -> str:
     _refuse_mangled(text)
     path = absolute(expand_user(text))
     return f"{path}/" if text.endswith("/") and path != "/" else path  # a folder is meant
+
+
+def is_bucket(url: str) -> bool:
+    """Return whether a URL names a whole bucket, and no folder in it."""
+    scheme, separator, rest = normal_url(url).partition("://")
+    return bool(separator) and scheme in _WITH_BUCKETS and "/" not in rest.rstrip("/")
 
 
 def _chain_resolved(chain: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckpt.backends.base import Store
 from ckpt.backends.options import options_dict, redact_url
-from ckpt.backends.registry import normal_url, open_store
+from ckpt.backends.registry import is_bucket, normal_url, open_store
 from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.deadline_store import DeadlineStore
 from ckpt.ranks.group import check_timeout
@@ -18,6 +19,8 @@ from ckpt.ranks.progress import Progress
 from ckpt.settings import settings_for
 from ckpt.transfer.bandwidth import wait_for_turn
 from ckpt.transfer.buffer_pool import DEFAULT_MEMORY_BUDGET_BYTES, StagingPool
+
+_logger = logging.getLogger(__name__)
 
 
 class DcpStorage:
@@ -82,6 +85,12 @@ class DcpStorage:
     def checkpoint_id(self) -> str:
         """The checkpoint's place, without credentials."""
         return self._store.url
+
+    def warn_of_bucket(self) -> None:
+        """Log a warning if this place is a whole bucket, and no folder in it."""
+        if is_bucket(self.checkpoint_id):
+            place = self.checkpoint_id.rstrip("/")
+            _logger.warning("%s is a whole bucket: name a folder in it, such as %s/step-1", place, place)
 
     def close(self) -> None:
         """Release connections and threads. It can be used again; it then opens new ones."""

@@ -106,7 +106,7 @@ class DataOptions:
         turns: where the lengths of documents are not known, shards take turns by the `share` of them that was read,
             so that each document is read once before any is read twice; or by `count`, so that the global batch of a
             step is the same on any number of ranks that divides `shards` (with one source).
-        allow_other_data: go on with other documents than the state was saved for; the log names them.
+        allow_other_data: continue with other documents than the state was saved for; the log names them.
         skip_bad_documents: documents that each process that reads may skip because they cannot be read; each is
             logged.
         positions: batches of a `RescalableLoader` are dicts of `tokens`, `shard` and `position`, and the state

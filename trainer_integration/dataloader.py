@@ -166,7 +166,7 @@ class RescalableLoader:
 
 
 class _Batches:
-    """An iteration over a loader. After an error of a source it goes on to raise, as the data are not over."""
+    """An iteration over a loader. After an error of a source it raises again, as the data are not over."""
 
     def __init__(self, loader: RescalableLoader) -> None:
         self._loader = loader

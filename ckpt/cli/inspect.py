@@ -175,9 +175,11 @@ def _print(output: Output, checkpoint: OpenCheckpoint, depth: int | None, everyt
             files.append((path, f"{items:,}", size(nbytes)))
         output.print_columns(files, right=[1, 2])
         output.print("")
-    output.print(_facts(inspection))
-    if inspection.digest:
-        output.print(f"digest {inspection.digest}")  # no column of a table takes it in 80 characters
+    facts = _facts(inspection)
+    output.print(facts)
+    if inspection.digest:  # no column of a table takes it in 80 characters
+        width = max(len(str(label)) for label in facts.columns[0].cells)
+        output.print(f"{'digest':{width}}  {inspection.digest}")
     if problem:
         output.print(f"[yellow]values are not shown:[/] {shown(problem)}")
     if not everything and len(lines) < len(entries):

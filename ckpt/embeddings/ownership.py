@@ -21,7 +21,7 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True)
 class Kept:
-    """The ids of a dense shard, which follow one another.
+    """The ids of a dense shard, which are consecutive.
 
     Attributes:
         first, last: both are kept.
@@ -186,7 +186,7 @@ def check_samples(rank: int, shards: Iterable[_Shard], by_rank: Sequence[Sequenc
 def check_taken(by_rank: Sequence[Sequence[Taken]]) -> list[str]:
     """Check that ranks which have restored a table took each of its rows once; return warnings.
 
-    Tables of which not all shards are here are passed over.
+    Tables of which not all shards are here are skipped.
 
     Raises:
         ConfigurationError: two ranks took a row, or no rank did and that is not a choice.

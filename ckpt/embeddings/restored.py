@@ -31,19 +31,19 @@ class Unjudged:
     tables: Sequence[str]
 
 
-Told = Sequence[tuple[Unjudged | None, Sequence[str]]]
+Reports = Sequence[tuple[Unjudged | None, Sequence[str]]]
 """Of each rank: its restore, and the tables that it keeps."""
 
 
-def judge(told: Told, rank: int) -> None:
+def judge(reports: Reports, rank: int) -> None:
     """Judge what all ranks have restored; rank 0 warns.
 
     Raises:
         ConfigurationError: on all ranks, if a row belongs to no rank, or to two.
     """
-    warnings = check_taken([[] if each is None else each.taken for each, _ in told])
-    kept = {table for _, tables in told for table in tables}
-    left = {(each.url, table) for each, _ in told if each is not None for table in each.tables}
+    warnings = check_taken([[] if each is None else each.taken for each, _ in reports])
+    kept = {table for _, tables in reports for table in tables}
+    left = {(each.url, table) for each, _ in reports if each is not None for table in each.tables}
     for url in sorted({url for url, table in left if table not in kept}):
         names = ", ".join(sorted(table for other, table in left if other == url and table not in kept))
         warnings.append(f"no rank keeps these tables of {url}, and the next save lacks them: {names}")

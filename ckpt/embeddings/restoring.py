@@ -114,7 +114,7 @@ def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard, selection: Sele
     """Put what a checkpoint holds of a shard's rows into its store.
 
     Bases first, then their deltas in order, straight into the store's memory where that is possible. The next save
-    goes on with the chain of this shard if it holds all rows of the store, and no other chain does. A dense table keeps
+    continues the chain of this shard if it holds all rows of the store, and no other chain does. A dense table keeps
     the values of columns that are missing; in other tables they begin with zeros.
 
     Raises:

@@ -278,15 +278,15 @@ class Tables:
 
         All do the same, so that their chains lie in the same few checkpoints.
         """
-        told = ranks.gather(ranks.together("save of tables", lambda: self._offer(url, begun)))
-        _check_epochs([each.epoch for each in told])
-        begun.offers = [each.shards for each in told]
+        reports = ranks.gather(ranks.together("save of tables", lambda: self._offer(url, begun)))
+        _check_epochs([each.epoch for each in reports])
+        begun.offers = [each.shards for each in reports]
         check_offers(begun.offers)
-        kept = [[offer.table for offer in each.shards] for each in told]
-        judge(list(zip([each.unjudged for each in told], kept, strict=True)), ranks.rank)
+        kept = [[offer.table for offer in each.shards] for each in reports]
+        judge(list(zip([each.unjudged for each in reports], kept, strict=True)), ranks.rank)
         self._unjudged = None
-        base = told[ranks.rank].base
-        if len({str(each.base) for each in told}) > 1 or base is None:
+        base = reports[ranks.rank].base
+        if len({str(each.base) for each in reports}) > 1 or base is None:
             return None, None
         return base, first_to_merge([offer.costs for offers in begun.offers for offer in offers])
 

@@ -294,7 +294,7 @@ class TableShard:
 
 
 def _version(before: Chain | None, ids: Ids, evicted: Ids) -> int:
-    """Choose the version of a chain that goes on with another one."""
+    """Choose the version of a chain that continues another one."""
     has_negative = any(len(each) and int(each.min()) < 0 for each in (ids, evicted))
     return VERSION if has_negative else 1 if before is None else before.version
 
@@ -391,7 +391,7 @@ def _merged(changes: list[_Change]) -> _Change:
 
 
 def _first_id(ids: Ids) -> int | None:
-    """Return the first of ids that follow one another; None if they do not, or it cannot be stored."""
+    """Return the first of ids that are consecutive; None if they are not, or it cannot be stored."""
     if not len(ids) or not 0 <= int(ids[0]) <= MAX_FIRST_ID or int(ids[-1]) - int(ids[0]) != len(ids) - 1:
         return None
     return int(ids[0]) if bool((np.diff(ids) == 1).all()) else None

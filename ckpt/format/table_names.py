@@ -42,7 +42,7 @@ def is_of_table(fqn: str) -> bool:
 
 
 def rows_of_tables(sizes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, TableRows]:
-    """Count the rows of each table by the names and sizes of entries; others are passed over."""
+    """Count the rows of each table by the names and sizes of entries; others are skipped."""
     rows: _Counts = defaultdict(lambda: defaultdict(int))
     evicted: _Counts = defaultdict(lambda: defaultdict(int))
     columns: dict[tuple[str, str], str] = {}

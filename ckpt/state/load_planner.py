@@ -46,6 +46,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         options: of the load.
         restores: the program's own run is restored: parts that are not asked for are named as a warning.
         records: digests of all that is delivered are kept in `delivered`, for a certificate.
+        restored_apart: parts that something else restores, such as tables of rows.
         as_dcp: the load is a call of `dcp.load`, which has no options: what the program has no place for is left out.
     """
 
@@ -57,11 +58,13 @@ class StateLoadPlanner(DefaultLoadPlanner):
         *,
         restores: bool = False,
         records: bool = False,
+        restored_apart: Collection[str] = (),
         as_dcp: bool = False,
     ) -> None:
         super().__init__(flatten_state_dict=False, allow_partial_load=True)
         self.options = options or LoadOptions()
         self._restores = restores
+        self._elsewhere = frozenset({"rng", *restored_apart})
         self._as_dcp = as_dcp
         self.records = records
         self._parts: dict[str, Part] = {}
@@ -254,7 +257,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         return [value.name for name in self._parts for value in stored.part(name).values.values()]
 
     def _judge_left_over(self, below: set[str], asked: set[str]) -> None:
-        others = (part for name, part in self.targets.stored.parts.items() if name != "rng")
+        others = (part for name, part in self.targets.stored.parts.items() if name not in self._elsewhere)
         every = {value.name for part in others for value in part.values.values()}
         self.left_over = tuple(sorted(every - asked))
         left_over = self._holding(below - asked)
@@ -272,7 +275,7 @@ class StateLoadPlanner(DefaultLoadPlanner):
         others = sorted(
             name
             for name, part in self.targets.stored.parts.items()
-            if name != "rng"
+            if name not in self._elsewhere
             and name not in self._parts
             and not any(value.name in self.targets.asked for value in part.values.values())
         )

@@ -114,8 +114,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         max_bandwidth_bytes_per_s: the most that this rank sends, on average; None is no cap.
         tags: short texts kept in the commit record.
         stock_metadata_max_bytes: a `.metadata` for stock PyTorch that would be larger is left out (default 256
-            MiB, some 2 million chunks); 0 never writes one, None always. `ckpt convert --to dcp` makes of
-            such a checkpoint one for stock PyTorch. (Models in safetensors files have none.)
+            MiB, some 2 million chunks); 0 never writes one, None always. `ckpt convert --to dcp` makes one.
         checks: of what is saved (`ckpt.Checks`), or one level for all: `"refuse"`, `"warn"`, `"off"`.
         block_digests: keeps cryptographic digests of all bytes, `"blake3"` or `"sha256"` (docs/provenance.md).
         timeout_s: a storage operation of this rank that makes no progress for most of it is given up, so that all
@@ -186,6 +185,7 @@ class CheckpointWriter(DcpStorage, StorageWriter, CommonStager):
         self.progress.restart()
         self.progress.begin("planning")
         if is_coordinator:
+            self.warn_of_bucket()
             replace_plan_validation(quick_validation)
             self._coordinator = Coordinator(self._store, self._objects, _confirm_s(self._limit_s))
 

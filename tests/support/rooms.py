@@ -397,7 +397,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "ckpt.trainer_integration.data_order": Room(
         "samples in an order that any number of ranks can go on with",
-        ("ckpt.errors", "ckpt.options", "ckpt.trainer_integration"),
+        ("ckpt.errors", "ckpt.torch_private", "ckpt.format", "ckpt.options", "ckpt.trainer_integration"),
     ),
     "ckpt.trainer_integration.adapters": Room(
         "the frameworks that people train with, one file each",

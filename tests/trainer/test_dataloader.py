@@ -435,7 +435,7 @@ def test_positions_in_other_data_are_refused(kind: str, changed: dict[str, Any],
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sources_come_and_go_and_weights_change(kind: str) -> None:
-    """Each source goes on where it was; the new weights hold from here on."""
+    """Each source continues where it was; the new weights hold from here on."""
     sources = {name: Numbered([8] * 100, first=10_000 * at, kind=kind) for at, name in enumerate("abc")}
     options: dict[str, Any] = {"shards": 4, "sequence_length": 8}
     (first,) = loaders_of({name: sources[name] for name in "ab"}, 1, None, **options)
@@ -505,8 +505,17 @@ def test_positions_that_cannot_be_are_refused(position: list[int]) -> None:
     state["ranks"]["00000-of-00001"] = torch.tensor([0, 0, 0])
     with pytest.raises(FormatError, match="rank 0: 1 numbers for 1 sources"):
         loader.load_state_dict(state)
-    with pytest.raises(FormatError, match="not of ranks"):
-        loader.load_state_dict({**state, "ranks": {}})
+    own = torch.zeros(7, dtype=torch.int64)
+    late = torch.tensor([1 << 62, 0, 0, 0, 0, 0, 0])
+    for ranks in (
+        {},
+        {"00000-of-2147483647": own},
+        {"00002-of-00002": own, "00003-of-00002": own, "00004-of-00002": own},
+    ):
+        with pytest.raises(FormatError, match="not of ranks"):
+            loader.load_state_dict({**state, "ranks": ranks})
+    with pytest.raises(FormatError, match="4611686018427387904 sequences ahead"):
+        loader.load_state_dict({**state, "ranks": {"00000-of-00002": own, "00001-of-00002": late}})
     (loader,) = loaders_of(Numbered([9] * 60, kind="shards"), 1, None, shards=5, sequence_length=8)
     state = loader.state_dict()
     (rows_of,) = state["positions"]["data"].values()

@@ -65,7 +65,9 @@ def checkpoints(root: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "off"])
-def test_a_run_saves_and_resumes_state_and_tables_as_one(tmp_path: Path, mode: Any) -> None:
+def test_a_run_saves_and_resumes_state_and_tables_as_one(
+    tmp_path: Path, mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path, keep=1, async_mode=mode)
     assert run.restore() == 0
     stayed = []
@@ -83,6 +85,7 @@ def test_a_run_saves_and_resumes_state_and_tables_as_one(tmp_path: Path, mode: A
     assert preflight.values["size_bytes"] == run.values.nbytes + run.weight.nbytes
     again = Run(tmp_path, async_mode=mode, keep=1)
     assert again.restore() == 8
+    assert "not asked for" not in caplog.text
     assert torch.equal(again.values, expected_after(8))
     assert (again.weight == 8).all()
     with again.manager:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ckpt.errors import ConfigurationError
+from ckpt.torch_private import default_store
 
 _made = itertools.count()
 
@@ -30,7 +30,7 @@ class Agreement:
             return
         own = json.dumps(settings, sort_keys=True)
         key = f"ckpt-data/{self._number}/{self._begun}/{self._world_size}/{','.join(settings['sources'])}"
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         stored = store.compare_set(key, "", json.dumps([self._rank, own])).decode()
         rank, first = json.loads(stored)
         if first == own:

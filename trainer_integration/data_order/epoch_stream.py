@@ -21,7 +21,7 @@ Lengths = Callable[[Numbers], Numbers]
 
 
 class Piece(NamedTuple):
-    """Tokens of a document, its delimiters included: so many from `offset` on."""
+    """Tokens of a document, its delimiters included: a number of them from `offset` on."""
 
     document: int
     offset: int

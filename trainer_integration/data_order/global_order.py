@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import ConfigurationError, FormatError
+from ckpt.format.bounds import MAX_RANKS
 from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream
 from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.data_order.plan import Plan, Sample
@@ -18,6 +19,8 @@ from ckpt.trainer_integration.sources import Tokens
 
 _AT_ONCE = 1 << 12
 """Sequences of all ranks that are planned at a time."""
+_MAX_AHEAD = 1 << 24
+"""Sequences that all ranks together may have read further than the last of them."""
 
 
 class SourcePosition(NamedTuple):
@@ -52,7 +55,7 @@ class _Reader:
             raise ConfigurationError(f"no document of source {name!r} has tokens")
 
     def remaining(self, epochs: int) -> int:
-        """Count the sequences up to the end of so many epochs."""
+        """Count the sequences up to the end of a number of epochs."""
         tokens = (epochs - self.start.epoch) * self._tokens - self.start.tokens
         return max(0, -(-tokens // self._length))
 
@@ -243,7 +246,7 @@ class GlobalOrder:
         self._move()
 
     def _move(self) -> None:
-        """Go on to the first turn whose sequence was not read."""
+        """Move to the first turn whose sequence was not read."""
         size, rank = self._plan.world_size, self._plan.rank
         while self._read_to in self._read_ahead or self._read_to * size + rank in self._base.ahead:
             self._read_ahead.discard(self._read_to)
@@ -283,7 +286,7 @@ class GlobalOrder:
         return positions
 
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
-        """Go on from `state`, which was saved with the settings `saved`. `is_same_mix`: sources and weights are the same.
+        """Continue from `state`, which was saved with the settings `saved`. `is_same_mix`: sources and weights are the same.
 
         Raises FormatError if it is no state, ConfigurationError if it cannot be gone on with.
         """
@@ -322,6 +325,8 @@ def _united(
         for key, values in state["ranks"].items():
             rank, size = (int(number) for number in key.split("-of-"))
             saved.append(_of_rank(rank, values, names))
+        if not len(saved) <= size <= MAX_RANKS:
+            raise ValueError(f"{len(saved)} of {size} ranks")
         first = saved[0]
         known = {each.rank for each in saved}
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -330,6 +335,11 @@ def _united(
         ahead = [slot - first.rank + rank for slot in first.ahead]
         saved.append(_OfRank(rank, first.turns, ahead, first.positions))
     last = min(saved, key=lambda each: each.turns)
+    ahead_of_last = sum(each.turns - last.turns + len(each.ahead) for each in saved)
+    if ahead_of_last > _MAX_AHEAD:
+        raise FormatError(
+            f"the loader's state says that some ranks are {ahead_of_last} sequences ahead of others"
+        )
     read: set[int] = set()
     for each in saved:
         further = each.turns - last.turns

@@ -107,7 +107,7 @@ class Plan:
             raise FormatError(f"source {name!r}, document {number}{where}: {fault}") from error
 
     def skips(self, error: FormatError) -> bool:
-        """Tell whether a document that cannot be read may be skipped, and note it: each process may skip so many."""
+        """Tell whether a document that cannot be read may be skipped, and note it: each process may skip as many."""
         self._skipped += 1
         if self._skipped > self.options.skip_bad_documents:
             return False

@@ -21,7 +21,7 @@ _VERSION = 2
 class Positions:
     """Hold where this rank reads, as a `Stateful` that reshards.
 
-    A state names the order in which it was read, and a load goes on in that order. Loading the state of other data or
+    A state names the order in which it was read, and a load continues in that order. Loading the state of other data or
     settings, on which the meaning of a position depends, is refused.
 
     Attributes:
@@ -96,7 +96,7 @@ class Positions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, of this rank or of all.
+        """Continue from `state`, of this rank or of all.
 
         Sources that are new begin at their begin, those that are gone are left out, and other weights hold from here on.
 
@@ -158,7 +158,7 @@ class Positions:
             texts.append(f"sources: saved {', '.join(sources)}, here {', '.join(plan.sources)}")
         if other and plan.options.allow_other_data:
             _logger.warning(
-                "the run goes on with other data, as allow_other_data=True says: %s", "; ".join(other)
+                "the run continues with other data, as allow_other_data=True says: %s", "; ".join(other)
             )
             other = []
         if texts or other:

@@ -23,7 +23,7 @@ class Schedule:
         weights: of the sources; one of weight 0 is not read.
         read: sequences of each source that were read since the zero point.
         limits: those that each source has since the zero point, None without an end.
-        on_exhausted: what happens at the end of a source: the others go on (`drop`), all end (`stop`), or it is read
+        on_exhausted: what happens at the end of a source: the others are read on (`drop`), all end (`stop`), or it is read
             again until the last one ends (`repeat`).
     """
 

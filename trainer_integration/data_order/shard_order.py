@@ -223,7 +223,7 @@ class ShardOrder:
         }
 
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
-        """Go on from `state`, which holds at least this rank's shards. Raises FormatError if it is no state."""
+        """Continue from `state`, which holds at least this rank's shards. Raises FormatError if it is no state."""
         stored = {name: _rows(name, of_ranks) for name, of_ranks in state["positions"].items()}
         for index, shard in self.shards.items():
             if shard.source_name not in stored:
@@ -263,7 +263,7 @@ class _Lane:
         return self._left[0]
 
     def move(self) -> None:
-        """Go on to the next shard if this one's epoch is over."""
+        """Move to the next shard if this one's epoch is over."""
         if self._positions[self.shard].epoch > self.epoch:
             self._left.popleft()
             self.finished += 1
@@ -272,7 +272,7 @@ class _Lane:
 
 
 class ContiguousOrder(ShardOrder):
-    """The order of runs that began before documents were dealt; they go on in it.
+    """The order of runs that began before documents were dealt; they continue in it.
 
     A shard is a range of documents, and all shards, of whatever source, take turns by the number of their sequences.
     """

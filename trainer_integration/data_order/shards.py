@@ -49,7 +49,7 @@ Order = Callable[[int], int]
 
 
 class DealtShards:
-    """Deal a source's documents, for each epoch anew, to its shards: as a whole a random order of all of them.
+    """Deal a source's documents, again for each epoch, to its shards: as a whole a random order of all of them.
 
     Blocks that are cheap to read as a whole (`Source.cuts`) are dealt in the place of documents, and their documents are
     shuffled. Without a seed documents are dealt one by one, as they are stored.

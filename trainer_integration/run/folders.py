@@ -47,7 +47,7 @@ class Folders:
     def _later_steps(self) -> set[int]:
         """List the steps after the one that was resumed of which a checkpoint may exist, also a superseded one.
 
-        Those that only a listing has are noted: they are given up too.
+        Those that only a listing has are noted: they are abandoned too.
         """
         later = {path: step for path, step in self._history.steps().items() if step > self._resumed_at}
         if later:

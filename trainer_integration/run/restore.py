@@ -27,6 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.format.names import last_segment, step_of
 from ckpt.format.run_record import RUN_KEY
+from ckpt.format.table_names import TABLES_PREFIX
 from ckpt.options import LoadOptions
 from ckpt.ranks.failures import same_outcome
 from ckpt.ranks.group import Ranks
@@ -141,7 +142,7 @@ def restore(
     nearest = saves.nearest if isinstance(saves, NearSaves) else None
 
     def attempt(url: str, choice: Choice | None = None) -> StateLoadPlanner:
-        planner = _planner(options, has_initial=initial is not None, is_own=choice is not None)
+        planner = _planner(options, saves, has_initial=initial is not None, is_own=choice is not None)
         if nearest is not None and choice is not None and choice.near is not None:
             read.update(nearest.load(state, choice, planner, load_options))
         else:
@@ -193,10 +194,11 @@ def restore(
     return Restored(number, shown, tuple(passed_over), _missing(loaded, saves), **more)
 
 
-def _planner(options: LoadOptions, *, has_initial: bool, is_own: bool) -> StateLoadPlanner:
+def _planner(options: LoadOptions, saves: Saves, *, has_initial: bool, is_own: bool) -> StateLoadPlanner:
     """Make the planner of a load; names are those of the checkpoint to begin with: the run's own have the program's."""
     own = replace(options, rename=None) if has_initial and is_own else options
-    return StateLoadPlanner(own, restores=is_own, records=True)
+    apart = () if saves.uploads.tables is None else (TABLES_PREFIX.rstrip("."),)
+    return StateLoadPlanner(own, restores=is_own, records=True, restored_apart=apart)
 
 
 def _checked(

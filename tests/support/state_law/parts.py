@@ -203,13 +203,30 @@ class LoaderPart(Part):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
-        rows = [[(7 * row + column) % (TOKENS - 1) + 1 for column in range(9)] for row in range(64)]
-        dataset = ShardedDataset(
-            MapSource(rows), sequence_length=4, eos_token=0, seed=0, shards=4, rank=rank, world_size=ranks
-        )
-        self._loader = RescalableLoader(dataset, batch_size=2)
+        self._rank, self._ranks = rank, ranks
+        self._loader = self._made()
         self.values = {"loader": self._loader}
         self._batches: Any = None
+
+    def _made(self) -> RescalableLoader:
+        rows = [[(7 * row + column) % (TOKENS - 1) + 1 for column in range(9)] for row in range(64)]
+        dataset = ShardedDataset(
+            MapSource(rows),
+            sequence_length=4,
+            eos_token=0,
+            seed=0,
+            shards=4,
+            rank=self._rank,
+            world_size=self._ranks,
+        )
+        return RescalableLoader(dataset, batch_size=2)
+
+    def whole(self) -> Any:
+        """Return the next sequences of all ranks, by number: a state says it in other words on other ranks."""
+        copy = self._made()
+        copy.load_state_dict(self._loader.state_dict())
+        rows = [row for _, batch in zip(range(4 // self._ranks), copy, strict=False) for row in batch]
+        return {f"sequence {self._ranks * at + self._rank}": row for at, row in enumerate(rows)}
 
     def tokens(self) -> torch.Tensor:
         if self._batches is None:  # after the restore
