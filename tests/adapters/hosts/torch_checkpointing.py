@@ -96,8 +96,10 @@ def state_of(
     """Make the items to save, of which the first rank has two more; `everywhere` to load into."""
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    if everywhere:
+        return {**state, "step": step, "loader": None}  # torch_checkpointing makes what it finds
     of_first = {"step": step, "loader": reading.loader.state_dict_of_all_ranks()}
-    return {**state, **of_first} if everywhere or dist.get_rank() == 0 else state
+    return {**state, **of_first} if dist.get_rank() == 0 else state
 
 
 if __name__ == "__main__":
