@@ -314,6 +314,71 @@ def test_the_state_follows_what_was_trained(tokenize: Any, tmp_path: Path) -> No
     assert trained + [batch["tokens"][:, 0].tolist() for batch in second] == whole
 
 
+def test_a_batch_that_is_recorded_again_changes_nothing() -> None:
+    """Two callbacks of one trainer may record it."""
+    loader = loader_of(MapSource(Rows(set())), options=DataOptions(positions=True))
+    for batch in itertools.islice(loader, 3):
+        loader.record(batch)
+        once = loader.state_dict()
+        loader.record(batch)
+        assert str(loader.state_dict()) == str(once)
+
+
+def test_a_batch_without_positions_cannot_be_recorded() -> None:
+    loader = loader_of(MapSource(Rows(set())))
+    with pytest.raises(ConfigurationError, match=r"DataOptions\(positions=True\)"):
+        loader.record(next(iter(loader)))
+
+
+def test_a_loop_that_records_no_batch_is_warned_of_at_a_save(caplog: pytest.LogCaptureFixture) -> None:
+    loader = loader_of(MapSource(Rows(set())), options=DataOptions(positions=True))
+    batches = [*itertools.islice(loader, 2)]
+    loader.state_dict()
+    assert "2 batches were handed out and none was recorded" in caplog.text
+    caplog.clear()
+    loader.record(batches[0])
+    loader.state_dict()
+    assert not caplog.text
+
+
+def test_skipped_sequences_are_recorded_with_the_next_batch() -> None:
+    """Else the state would hold all that was read after one of them."""
+    source = MapSource([[row + 1] * 8 for row in range(20)])
+    source.lengths(np.arange(20))
+    source._rows = _Breaking([[row + 1] * 8 for row in range(20)], {7})
+    source._cache = type(source._cache)(0)
+    loader = loader_of(source, batch_size=1, options=DataOptions(positions=True, skip_bad_documents=1))
+    for batch in loader:
+        loader.record(batch)
+    (values,) = loader.state_dict()["ranks"].values()
+    assert values[:2].tolist() == [20, 0]  # turns, and none read ahead of them
+
+
+@pytest.mark.parametrize("tokenize", [None, same], ids=["lengths known", "lengths unknown"])
+def test_the_state_of_all_ranks_goes_on_on_one(tokenize: Any) -> None:
+    """A framework that saves the first rank's state has that of all."""
+    first, second = run_ranks(2, _read_some, tokenize)
+    assert first["state"] == second["state"]
+    loader = loader_of(MapSource([[row + 1] * 8 for row in range(64)], tokenize=tokenize))
+    loader.load_state_dict(first["state"])
+    rest = [int(row[0]) for batch in loader for row in batch]
+    assert sorted([*first["rows"], *second["rows"], *rest]) == [*range(1, 65)]
+
+
+def _read_some(rank: int, tokenize: Any) -> dict[str, Any]:
+    """Read on ranks that are not in step; return the state of both, and the rows of this one."""
+    loader = loader_of(MapSource([[row + 1] * 8 for row in range(64)], tokenize=tokenize))
+    rows = [int(row[0]) for batch in itertools.islice(loader, 3 + rank) for row in batch]
+    state = loader.state_dict_of_all_ranks()
+    return {"state": _as_lists(state), "rows": rows}
+
+
+def _as_lists(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _as_lists(value) for name, value in state.items()}
+    return state if isinstance(state, str) else state.tolist()
+
+
 # -- the size of the state -----------------------------------------------------------------------------------
 
 

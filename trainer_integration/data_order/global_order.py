@@ -240,8 +240,9 @@ class GlobalOrder:
         self._begin(_Base(self._positions(), frozenset(self._ahead()), turns))
 
     def record(self, moves: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Note turns of this rank that were used."""
-        self._read_ahead |= {int(position[0]) for _, position in moves}
+        """Note turns of this rank that were used; those noted before change nothing."""
+        turns = {int(position[0]) for _, position in moves}
+        self._read_ahead |= {turn for turn in turns if turn >= self._read_to}
         self._move()
 
     def _move(self) -> None:
