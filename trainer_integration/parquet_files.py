@@ -90,7 +90,7 @@ class ParquetFiles(Source):
         self._ends: list[int] = []  # documents up to the end of each row group
         self._reader = BlockReader(
             storage_options=storage_options, disk_cache=disk_cache, disk_cache_bytes=disk_cache_bytes,
-            cache_bytes=cache_bytes, small_spans=False,
+            cache_bytes=cache_bytes,
         )  # fmt: skip
         files = find_files(paths, self._reader)
         for file in files:

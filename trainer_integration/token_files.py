@@ -80,9 +80,9 @@ class TokenFiles(Source):
         self._is_default_dtype = dtype is None
         self._reader = BlockReader(
             storage_options=storage_options, disk_cache=disk_cache, disk_cache_bytes=disk_cache_bytes,
-            cache_bytes=cache_bytes, small_spans=True,
+            cache_bytes=cache_bytes,
         )  # fmt: skip
-        self._files = _with_offsets(find_files(paths, self._reader), self._reader)
+        self._files = _with_offsets(find_files(paths, self._reader, at_random=True), self._reader)
         self.reads_ahead = any(isinstance(file, StoredFile) for pair in self._files for file in pair)
         self._open: dict[int, tuple[_Flat, npt.NDArray[np.int64] | None]] = {}
         sizes = [self._facts(number) for number in range(len(self._files))]

@@ -19,7 +19,7 @@ from ckpt.backends.base import Store
 from ckpt.backends.options import redact_url
 from ckpt.backends.paths import path_of
 from ckpt.backends.registry import normal_url, open_store, options_dict
-from ckpt.errors import ConfigurationError, NotFound, StorageUnavailable
+from ckpt.errors import ConfigurationError, NotFound, StorageError
 from ckpt.trainer_integration.data_store.disk_cache import BLOCK_BYTES, DiskCache
 from ckpt.trainer_integration.data_store.fetchers import Fetchers
 from ckpt.trainer_integration.sources import Cache
@@ -75,8 +75,10 @@ def _stored_url(path: str | os.PathLike[str]) -> str | None:
     return url if "://" in url and not url.startswith("file://") else None
 
 
-def find_files(paths: Sequence[str | os.PathLike[str]], reader: BlockReader) -> list[StoredFile | Path]:
-    """Return what is read: paths of this machine, which need not exist, and files of stores.
+def find_files(
+    paths: Sequence[str | os.PathLike[str]], reader: BlockReader, *, at_random: bool = False
+) -> list[StoredFile | Path]:
+    """Return what is read: paths of this machine, which need not exist, and files of stores as `BlockReader.open` does.
 
     Raises NotFound, StorageError for a file of a store, ConfigurationError for a URL that names none.
     """
@@ -86,7 +88,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]], reader: BlockReader) -> 
     for url, file in zip(stored, found, strict=True):
         if file is None:
             raise NotFound("the store has no such object to read data from", url=redact_url(url))
-    opened = iter(reader.open([file for file in found if file is not None]))
+    opened = iter(reader.open([file for file in found if file is not None], at_random=at_random))
     return [_local(path) if url is None else next(opened) for path, url in zip(paths, urls, strict=True)]
 
 
@@ -121,7 +123,6 @@ class BlockReader:
     Args:
         disk_cache: a folder of the local disk, which processes of a host may share; None keeps blocks in memory alone.
         cache_bytes: memory for blocks.
-        small_spans: fetch single blocks of files that do not fit into the caches: documents are read at random places.
     """
 
     def __init__(
@@ -131,7 +132,6 @@ class BlockReader:
         disk_cache: str | os.PathLike[str] | None,
         disk_cache_bytes: int,
         cache_bytes: int,
-        small_spans: bool,
     ) -> None:
         self._options = options_dict(storage_options)
         if disk_cache_bytes < 1 or cache_bytes < 1:
@@ -142,7 +142,6 @@ class BlockReader:
             self._disk = DiskCache(folder, disk_cache_bytes)
         self._capacity_bytes = cache_bytes if self._disk is None else disk_cache_bytes
         self._pending_bytes = _MAX_PENDING * _LARGE_SPAN * BLOCK_BYTES if self._disk else cache_bytes // 2
-        self._small_spans = small_spans
         self._blocks: Cache[bytearray] = Cache(cache_bytes)
         self._process: _Process | None = None
         self._files = 0
@@ -162,9 +161,9 @@ class BlockReader:
         name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         return StoredFile(0, redact_url(url), url, folder, key, stat.size_bytes, name, _LARGE_SPAN)
 
-    def open(self, files: Sequence[StoredFile]) -> list[StoredFile]:
-        """Return files as they are read: together, so that it shows whether they fit into the caches."""
-        is_small = self._small_spans and sum(file.size_bytes for file in files) > self._capacity_bytes
+    def open(self, files: Sequence[StoredFile], *, at_random: bool = False) -> list[StoredFile]:
+        """Return files as they are read; `at_random`: by single blocks, if they do not all fit into the caches."""
+        is_small = at_random and sum(file.size_bytes for file in files) > self._capacity_bytes
         first = self._files
         self._files += len(files)
         blocks = 1 if is_small else _LARGE_SPAN
@@ -238,7 +237,7 @@ class BlockReader:
         future = self._here().pending.pop((file.number, span), None)
         try:
             return None if future is None else future.result()
-        except StorageUnavailable:
+        except StorageError:
             return None
 
     def _fetch_ahead(self, process: _Process, file: StoredFile, span: int) -> bytearray | None:
