@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.errors import ConfigurationError, FormatError, NotFound, StorageError
+from ckpt.errors import ConfigurationError, FormatError, NotFound
 from ckpt.trainer_integration.data_store.block_reader import (
     DEFAULT_DISK_CACHE_BYTES,
     BlockReader,
@@ -30,6 +30,7 @@ from ckpt.trainer_integration.sources import (
     Tokens,
     as_tokens,
     fingerprint_of,
+    is_of_store,
 )
 
 __all__ = ["ParquetFiles"]
@@ -172,9 +173,9 @@ class ParquetFiles(Source):
         try:
             with self._opened(self._groups[group].file) as file:
                 return file.read_row_group(number, columns=[self._column], use_threads=False).column(0)
-        except StorageError:
-            raise
         except (OSError, ValueError) as error:  # pyarrow's are of these
+            if is_of_store(error):
+                raise
             raise FormatError(f"{path}, row group {number}: {error}") from error
 
     def _note_groups(self, path: StoredFile | Path) -> None:
@@ -196,7 +197,9 @@ class ParquetFiles(Source):
         try:
             opened = StoredStream(self._reader, file) if isinstance(file, StoredFile) else file
             return pyarrow.parquet.ParquetFile(opened)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if is_of_store(error):
+                raise
             raise NotFound(f"{path} does not exist") from None
         except pyarrow.ArrowInvalid as error:
             raise FormatError(f"{path}: {error}") from error

@@ -189,6 +189,11 @@ class Cache(Generic[T]):
         return type(self), (self._budget_bytes,)
 
 
+def is_of_store(error: Exception) -> bool:
+    """Tell whether a store failed, and not a file of this machine or a document."""
+    return isinstance(error, StorageError) and error.url is not None
+
+
 class Look(NamedTuple):
     """A look at a sample of a source's documents: a text that changes with them, and their mean length in tokens."""
 
@@ -207,9 +212,9 @@ def look_at(source: Source) -> Look:
     for number in numbers:
         try:
             document = np.asarray(source.tokens(number), np.int64)
-        except StorageError:
-            raise  # the data may be as they were
-        except Exception:
+        except Exception as error:
+            if is_of_store(error):
+                raise  # the data may be as they were
             digest.update(b"unreadable")  # it is named when its turn comes
             continue
         tokens += len(document)

@@ -133,7 +133,9 @@ class TokenFiles(Source):
                 length = self._document_tokens or 0
                 lengths[here] = np.minimum(length, len(tokens) - index * length)
         if len(lengths) and lengths.min() < 0:
-            raise FormatError(f"the offsets of the documents next to {_text(self._files[0][0])} do not ascend")
+            raise FormatError(
+                f"the offsets of the documents next to {_text(self._files[0][0])} do not ascend"
+            )
         return lengths
 
     def _facts(self, number: int) -> tuple[int, int]:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.errors import ConfigurationError, FormatError, StorageError
+from ckpt.errors import ConfigurationError, FormatError
 from ckpt.options import DataOptions
 from ckpt.trainer_integration.data_order.epoch_stream import Lengths, Piece
 from ckpt.trainer_integration.data_order.permutation import Numbers
-from ckpt.trainer_integration.sources import Look, Sliced, Source, Tokens, as_tokens, look_at
+from ckpt.trainer_integration.sources import Look, Sliced, Source, Tokens, as_tokens, is_of_store, look_at
 
 _logger = logging.getLogger(__name__)
 
@@ -106,14 +106,14 @@ class Plan:
     def document(self, name: str, number: int, where: str = "") -> tuple[Tokens, Sliced, Tokens]:
         """Return a document: its tokens between its delimiters.
 
-        Raises FormatError, which names it, and StorageError, which names an object: it is no fault of the document.
+        Raises FormatError, which names it, and the StorageError of a store, which names an object: it is no fault of the document.
         """
         before, after = self._around[name]
         try:
             return before, self.sources[name].sliced(number), after
-        except StorageError:
-            raise
         except Exception as error:
+            if is_of_store(error):
+                raise
             fault = (
                 f"{error}"
                 if isinstance(error, FormatError | ConfigurationError)
