@@ -83,7 +83,7 @@ class TokenFiles(Source):
             cache_bytes=cache_bytes,
         )  # fmt: skip
         self._files = _with_offsets(find_files(paths, self._reader, at_random=True), self._reader)
-        self.reads_ahead = any(isinstance(file, StoredFile) for pair in self._files for file in pair)
+        self.reads_ahead = any(isinstance(file, StoredFile) for file, _ in self._files)
         self._open: dict[int, tuple[_Flat, npt.NDArray[np.int64] | None]] = {}
         sizes = [self._facts(number) for number in range(len(self._files))]
         if not sizes:
@@ -98,7 +98,18 @@ class TokenFiles(Source):
 
     def sliced(self, document: int) -> Sliced:
         tokens, start, stop = self._place(document)
-        return tokens.part(start, stop) if isinstance(tokens, StoredTokens) else tokens[start:stop]
+        if not isinstance(tokens, StoredTokens):
+            return tokens[start:stop]
+        if tokens.is_in_memory:
+            self._keep_whole(bisect_right(self._starts, document) - 1, tokens)
+            return self.tokens(document)
+        return tokens.part(start, stop)
+
+    def _keep_whole(self, number: int, tokens: StoredTokens) -> None:
+        """Put the blocks of a file together, so that it is read as a local one from now on."""
+        self._open[number] = tokens.whole(), self._open[number][1]
+        opened = (self._opened(number)[0] for number in range(len(self._files)))
+        self.reads_ahead = any(isinstance(each, StoredTokens) for each in opened)
 
     def ahead(self, document: int, start: int = 0, stop: int | None = None) -> None:
         tokens, begin, end = self._place(document)
@@ -168,7 +179,9 @@ class TokenFiles(Source):
             file, offsets_file = self._files[number]
             raw_dtype = None if _text(file).endswith(".npy") else self._raw_dtype
             tokens = self._flat(file, raw_dtype)
-            offsets = None if offsets_file is None else self._flat(offsets_file, None)[:]
+            offsets = None if offsets_file is None else self._flat(offsets_file, None)
+            if isinstance(offsets, StoredTokens):
+                offsets = offsets.whole()
             _check(_text(file), tokens, offsets)
             self._open[number] = tokens, offsets
         return self._open[number]
@@ -187,7 +200,12 @@ class TokenFiles(Source):
                 self._reader.ahead(file, 0, min(file.size_bytes, 1))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a mapped array would pickle as its bytes
+        is_stored = any(isinstance(file, StoredFile) for file, _ in self._files)
+        return {
+            **self.__dict__,
+            "_open": {},
+            "reads_ahead": is_stored,
+        }  # a mapped array would pickle as its bytes
 
 
 _Flat = Tokens | StoredTokens

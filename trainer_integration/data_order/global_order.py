@@ -96,6 +96,8 @@ class _Reader:
 
     def ahead(self, pieces: Iterable[Piece]) -> None:
         """Begin to fetch a sequence."""
+        if not self._plan.sources[self._name].reads_ahead:
+            return
         for piece in pieces:
             self._plan.ahead(self._name, piece.document, piece.offset, piece.offset + piece.tokens)
 

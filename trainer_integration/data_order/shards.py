@@ -146,6 +146,7 @@ class Cursor:
         self._epoch, self._document, self._offset, self._sequences, self._tokens = start
         self._dealt = self._deal()
         self._empty_documents = 0
+        self._announced_at: Position | None = None
         self._announced = start.epoch, start.document + 1  # the next place of an epoch that was not announced
 
     @property
@@ -163,6 +164,9 @@ class Cursor:
         documents, order, starts = self._dealt
         if not self._plan.sources[name].reads_ahead or not documents or self._plan.ends_at(self._epoch):
             return
+        if self._announced_at == self.position:
+            return
+        self._announced_at = self.position
         tokens = _SEQUENCES_AHEAD * self._plan.sequence_length
         self._plan.ahead(name, order(self._document), self._offset, self._offset + tokens)
         if self._announced[0] != self._epoch:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -142,7 +142,10 @@ class BlockReader:
             self._disk = DiskCache(folder, disk_cache_bytes)
         self._capacity_bytes = cache_bytes if self._disk is None else disk_cache_bytes
         self._pending_bytes = _MAX_PENDING * _LARGE_SPAN * BLOCK_BYTES if self._disk else cache_bytes // 2
+        self._cache_bytes = cache_bytes
         self._blocks: Cache[bytearray] = Cache(cache_bytes)
+        self._kept: Counter[int] = Counter()  # blocks in memory of each file
+        self._open_bytes = 0
         self._process: _Process | None = None
         self._files = 0
 
@@ -166,6 +169,7 @@ class BlockReader:
         is_small = at_random and sum(file.size_bytes for file in files) > self._capacity_bytes
         first = self._files
         self._files += len(files)
+        self._open_bytes += sum(file.size_bytes for file in files)
         blocks = 1 if is_small else _LARGE_SPAN
         return [file._replace(number=first + at, span_blocks=blocks) for at, file in enumerate(files)]
 
@@ -187,6 +191,18 @@ class BlockReader:
             read[at - start : at - start + count] = memoryview(block)[offset : offset + count]
             at += count
         return read
+
+    def is_in_memory(self, file: StoredFile) -> bool:
+        """Tell whether all blocks of a file are in memory, which has room for those of all files."""
+        has_room = self._open_bytes <= self._cache_bytes
+        return has_room and self._kept[file.number] * BLOCK_BYTES >= file.size_bytes
+
+    def whole(self, file: StoredFile) -> npt.NDArray[np.uint8]:
+        """Read a whole file, whose blocks need not be kept any longer."""
+        data = self.read(file, 0, file.size_bytes)
+        for number in range(-(-file.size_bytes // BLOCK_BYTES)):
+            self._blocks.drop((file.number, number))
+        return data
 
     def ahead(self, file: StoredFile, start: int, stop: int) -> None:
         """Begin to fetch bytes of a file that are in no cache, unless enough is being fetched."""
@@ -219,7 +235,7 @@ class BlockReader:
         if data is None and self._disk is not None:
             block = self._disk.read(name, inside, size)
             if block is not None:
-                self._blocks.keep((file.number, number), block, len(block))
+                self._keep(file, number, block)
                 return block
         if data is None:
             data = self._fetch(self._here(), file, span)
@@ -227,10 +243,14 @@ class BlockReader:
                 self._disk.write(name, memoryview(data))
         blocks = [data[at : at + BLOCK_BYTES] for at in range(0, size, BLOCK_BYTES)]
         for at, block in enumerate(blocks):
-            key = (file.number, span * file.span_blocks + at)
-            if (self._disk is None or at == inside) and key not in self._blocks:
-                self._blocks.keep(key, block, len(block))
+            if self._disk is None or at == inside:
+                self._keep(file, span * file.span_blocks + at, block)
         return blocks[inside]
+
+    def _keep(self, file: StoredFile, number: int, block: bytearray) -> None:
+        if (file.number, number) not in self._blocks:
+            self._blocks.keep((file.number, number), block, len(block))
+            self._kept[file.number] += 1
 
     def _taken(self, file: StoredFile, span: int) -> bytearray | None:
         """Take a span that was fetched ahead. One that failed is read again: it had the patience of one request."""
@@ -260,7 +280,7 @@ class BlockReader:
         return self._process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None}
+        return {**self.__dict__, "_process": None, "_kept": Counter()}
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -52,6 +52,14 @@ class StoredTokens:
             return np.frombuffer(self._reader.block(self._file, number), self.dtype, count, offset)
         return self._reader.read(self._file, first, first + count * self._itemsize).view(self.dtype)
 
+    @property
+    def is_in_memory(self) -> bool:
+        return self._reader.is_in_memory(self._file)
+
+    def whole(self) -> Tokens:
+        """Read all tokens into memory of their own."""
+        return self._reader.whole(self._file)[self._head_bytes :].view(self.dtype)
+
     def part(self, start: int, stop: int) -> Sliced:
         """Return some tokens to take slices of: in more blocks than one they are not read as a whole."""
         first = (self._head_bytes + start * self._itemsize) // BLOCK_BYTES
