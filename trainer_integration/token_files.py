@@ -201,11 +201,8 @@ class TokenFiles(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         is_stored = any(isinstance(file, StoredFile) for file, _ in self._files)
-        return {
-            **self.__dict__,
-            "_open": {},
-            "reads_ahead": is_stored,
-        }  # a mapped array would pickle as its bytes
+        # A mapped array would pickle as its bytes.
+        return {**self.__dict__, "_open": {}, "reads_ahead": is_stored}
 
 
 _Flat = Tokens | StoredTokens

@@ -29,7 +29,7 @@ DEFAULT_DISK_CACHE_BYTES = 64 << 30
 _THREADS = 16
 _LARGE_SPAN = 16
 """Blocks that are fetched and kept on the disk at a time."""
-_WINDOW_BYTES = 16 << 20
+_WINDOW_SPANS = 16
 """Fetched ahead inside of one read."""
 _MAX_PENDING = 1024
 _PATIENCE = {
@@ -181,11 +181,12 @@ class BlockReader:
     def read(self, file: StoredFile, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Read bytes `start` to `stop` of a file; more than a block are fetched by several threads."""
         read = np.empty(stop - start, np.uint8)
+        window_bytes = _WINDOW_SPANS * file.span_blocks * BLOCK_BYTES
         at = start
         while at < stop:
             number, offset = divmod(at, BLOCK_BYTES)
             if number % file.span_blocks == 0 or at == start:
-                self.ahead(file, at, min(stop, at + _WINDOW_BYTES))
+                self.ahead(file, at, min(stop, at + window_bytes))
             block = self.block(file, number)
             count = min(len(block) - offset, stop - at)
             read[at - start : at - start + count] = memoryview(block)[offset : offset + count]
