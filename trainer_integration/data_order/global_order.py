@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,12 +12,14 @@ import torch
 
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.bounds import MAX_RANKS
-from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream
+from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream, Piece
 from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.data_order.plan import Plan, Sample
 from ckpt.trainer_integration.data_order.schedule import Schedule
 from ckpt.trainer_integration.sources import Tokens
 
+SEQUENCES_AHEAD = 32
+"""Sequences that each process that reads has fetched ahead, where documents are in a store."""
 _AT_ONCE = 1 << 12
 """Sequences of all ranks that are planned at a time."""
 _MAX_AHEAD = 1 << 24
@@ -69,21 +72,34 @@ class _Reader:
         sequences = self.start.sequences + count
         return SourcePosition(self.start.epoch + epochs, tokens, cut.head, cut.sequence_length, sequences)
 
-    def read(self, number: int) -> Tokens:
-        """Read a sequence; the last one of all epochs can be shorter."""
-        plan = self._plan
-        sequence = np.empty(self._length, plan.sources[self._name].dtype)
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """List what a sequence is made of; the last one of all epochs can be shorter."""
         filled = 0
         while filled < self._length:
             epochs, start = divmod(self.start.tokens + number * self._length + filled, self._tokens)
             epoch = self.start.epoch + epochs
-            if plan.ends_at(epoch):
-                break
+            if self._plan.ends_at(epoch):
+                return
             count = min(self._length - filled, self._tokens - start)
-            for piece in self._epoch(epoch).pieces(self._cut(epoch), start, count):
-                plan.copy(self._name, piece, sequence[filled:])
-                filled += piece.tokens
+            yield from self._epoch(epoch).pieces(self._cut(epoch), start, count)
+            filled += count
+
+    def read(self, pieces: Iterable[Piece]) -> Tokens:
+        """Read a sequence."""
+        plan = self._plan
+        sequence = np.empty(self._length, plan.sources[self._name].dtype)
+        filled = 0
+        for piece in pieces:
+            plan.copy(self._name, piece, sequence[filled:])
+            filled += piece.tokens
         return sequence[:filled]
+
+    def ahead(self, pieces: Iterable[Piece]) -> None:
+        """Begin to fetch a sequence."""
+        if not self._plan.sources[self._name].reads_ahead:
+            return
+        for piece in pieces:
+            self._plan.ahead(self._name, piece.document, piece.offset, piece.offset + piece.tokens)
 
     def _cut(self, epoch: int) -> Cut:
         if epoch not in self._cuts:
@@ -106,6 +122,28 @@ class _Reader:
                 del self._streams[other]
             self._streams[epoch] = EpochStream(documents, self._plan.lengths(self._name), permutation)
         return self._streams[epoch]
+
+
+class _Turn(NamedTuple):
+    """A sequence that is read; without a reader, one that other ranks have and this one lacks."""
+
+    turn: int
+    source: int = 0
+    reader: _Reader | None = None
+    pieces: Iterable[Piece] = ()
+
+
+def _read_ahead(turns: Iterator[_Turn]) -> Iterator[_Turn]:
+    """Yield turns; the next ones are being fetched."""
+    waiting: deque[_Turn] = deque()
+    for turn in turns:
+        if turn.reader is not None:
+            turn = turn._replace(pieces=[*turn.pieces])
+            turn.reader.ahead(turn.pieces)
+        waiting.append(turn)
+        if len(waiting) > SEQUENCES_AHEAD:
+            yield waiting.popleft()
+    yield from waiting
 
 
 @dataclass
@@ -180,28 +218,40 @@ class GlobalOrder:
         self, part: Mapping[str, Any], first: int, step: int, taken: torch.Tensor | None = None
     ) -> Iterator[Sample]:
         """Read the sequences of a part."""
+        turns = self._turns(part["turn"], first, step)
+        if self._plan.reads_ahead:
+            turns = _read_ahead(turns)
+        for each in turns:
+            if each.reader is None:
+                yield Sample(0, (each.turn,), np.empty(0, np.int64), is_filler=True)
+            else:
+                yield Sample(each.source, (each.turn,), self._read(each.reader, each.pieces))
+
+    def _turns(self, begin: int, first: int, step: int) -> Iterator[_Turn]:
+        """List the sequences of a part from a turn on."""
         plan = self._plan
         readers = [*self.readers.values()]
-        turn = part["turn"] + (self._read_to + first - part["turn"]) % step
+        turn = begin + (self._read_to + first - begin) % step
         last = 0
         for start, sources, numbers in self._blocks():
             end = start + len(sources)
             while (slot := turn * plan.world_size + plan.rank) < end:
                 if turn not in self._read_ahead and slot not in self._base.ahead:
-                    reader = readers[int(sources[slot - start])]
+                    source = int(sources[slot - start])
+                    reader = readers[source]
                     number = int(numbers[slot - start]) - reader.start.sequences
-                    yield Sample(int(sources[slot - start]), (turn,), self._read(reader, number))
+                    yield _Turn(turn, source, reader, reader.pieces(number))
                 turn += step
             last = end
         if (
             turn * plan.world_size < last
         ):  # other ranks have one more sequence: all make the same number of steps
-            yield Sample(0, (turn,), np.empty(0, np.int64), is_filler=True)
+            yield _Turn(turn)
 
-    def _read(self, reader: _Reader, number: int) -> Tokens:
+    def _read(self, reader: _Reader, pieces: Iterable[Piece]) -> Tokens:
         """Read a sequence; one that has a part of a document that is skipped is left out."""
         try:
-            return reader.read(number)
+            return reader.read(pieces)
         except FormatError as error:
             if not self._plan.skips(error):
                 raise

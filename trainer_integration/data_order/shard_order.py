@@ -18,6 +18,10 @@ _LANES = 16
 """Shards of a source that a rank reads at a time."""
 
 
+def _ignore(_: int) -> None:
+    pass
+
+
 class ShardOrder:
     """Rank r of W reads shards r, r + W, r + 2W, ... of each source; their positions are the state.
 
@@ -92,13 +96,19 @@ class ShardOrder:
         positions = {int(index): Position(*position) for index, position in part.items()}
         cursors: dict[int, Cursor] = {}
 
-        def read(index: int) -> Sample:
+        def cursor(index: int) -> Cursor:
             if index not in cursors:
                 cursors[index] = self._cursor(index, positions[index])
-            tokens = cursors[index].take(self._plan.sequence_length)
-            return Sample(index, cursors[index].position, tokens)
+            return cursors[index]
 
-        return self.in_turn(positions, read, taken)
+        def read(index: int) -> Sample:
+            tokens = cursor(index).take(self._plan.sequence_length)
+            return Sample(index, cursor(index).position, tokens)
+
+        def announce(index: int) -> None:
+            cursor(index).announce()
+
+        return self.in_turn(positions, read, taken, announce if self._plan.reads_ahead else _ignore)
 
     def joined(
         self, streams: Sequence[Iterator[Sample]], taken: Sequence[torch.Tensor | None]
@@ -139,8 +149,9 @@ class ShardOrder:
         positions: Mapping[int, Position],
         read: Callable[[int], Sample],
         taken: torch.Tensor | None = None,
+        announce: Callable[[int], None] = _ignore,
     ) -> Iterator[Sample]:
-        """Yield the samples that `read` returns of shards."""
+        """Yield the samples that `read` returns of shards; `announce` is called with those that are read soon."""
         plan = self._plan
         numbers = {name: number for number, name in enumerate(plan.sources)}
         waiting: dict[str, list[tuple[float, int]]] = {
@@ -159,6 +170,8 @@ class ShardOrder:
         def wait(name: str, number: int) -> None:
             lane = reading[name, number]
             if not plan.ends_at(lane.epoch):
+                for index in lane.soon:
+                    announce(index)
                 turn = self._turn(lane.shard, here[lane.shard], lane)
                 heapq.heappush(waiting[name], (turn, number))
 
@@ -262,6 +275,11 @@ class _Lane:
     def shard(self) -> int:
         return self._left[0]
 
+    @property
+    def soon(self) -> list[int]:
+        """List the shard that is read and the next one."""
+        return [self._left[at] for at in range(min(2, len(self._left)))]
+
     def move(self) -> None:
         """Move to the next shard if this one's epoch is over."""
         if self._positions[self.shard].epoch > self.epoch:
@@ -296,6 +314,7 @@ class ContiguousOrder(ShardOrder):
         positions: Mapping[int, Position],
         read: Callable[[int], Sample],
         taken: torch.Tensor | None = None,
+        announce: Callable[[int], None] = _ignore,
     ) -> Iterator[Sample]:
         waiting: list[tuple[float, int]] = []
 
