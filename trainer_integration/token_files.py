@@ -179,7 +179,7 @@ class TokenFiles(Source):
             file, offsets_file = self._files[number]
             raw_dtype = None if _text(file).endswith(".npy") else self._raw_dtype
             tokens = self._flat(file, raw_dtype)
-            offsets = None if offsets_file is None else self._flat(offsets_file, None)
+            offsets: Any = None if offsets_file is None else self._flat(offsets_file, None)
             if isinstance(offsets, StoredTokens):
                 offsets = offsets.whole()
             _check(_text(file), tokens, offsets)

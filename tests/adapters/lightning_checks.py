@@ -128,7 +128,8 @@ def test_loaders_go_on_behind_what_was_trained(both: SimpleNamespace, tmp_path: 
     class Reads(module_type(both.pl)):  # type: ignore[misc]
         def training_step(self, batch: Any) -> torch.Tensor:
             read.append([int(batch[name]["tokens"][0, 0]) for name in ("a", "b")])
-            return super().training_step(batch)
+            loss: torch.Tensor = super().training_step(batch)
+            return loss
 
         def train_dataloader(self) -> Any:
             return {"a": loader_of(0), "b": loader_of(100)}

@@ -83,7 +83,7 @@ def batches_of(source: Any, **options: Any) -> list[Any]:
 
 
 def used_bytes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
 
 
 @pytest.mark.parametrize("make", SOURCES)
@@ -164,7 +164,7 @@ def test_the_disk_cache_keeps_its_bound_after_kills(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 10 * BLOCK_BYTES)
     data = bytes(BLOCK_BYTES)
     assert all(cache.write(f"last-{number}", memoryview(data)) for number in range(20))
-    assert cache.read("last-19", 0, BLOCK_BYTES) == data
+    assert bytes(cache.read("last-19", 0, BLOCK_BYTES) or b"") == data
     assert not [*tmp_path.glob(".*.tmp")]
 
 

@@ -63,7 +63,7 @@ class Schedule:
         self.epochs = draw.choice([None, 1, 2]) if self.is_known or not processes else None
         self.on_exhausted = draw.choice(["drop", "drop", "stop", "repeat"]) if self.is_known else "drop"
         self.shards = draw.choice([1, 5, 12, 1920]) if self.is_known else draw.choice([6, 12])
-        self.fixed = {
+        self.fixed: dict[str, Any] = {
             "shards": self.shards,
             "seed": draw.choice([None, 0, 7, 7]),
             "bos_token": draw.choice([None, BOS]),
@@ -79,9 +79,15 @@ class Schedule:
 
     @property
     def corpus(self) -> Corpus:
-        rows = {name: [row.tolist() for row in self.source(name)._rows] for name in NAMES}
-        around = [[t] if (t := self.fixed[key]) is not None else [] for key in ("bos_token", "eos_token")]
-        return Corpus(rows, self.fixed["seed"], self.shards, *around, cut_every=self.cut_every)
+        sources = {name: self.source(name) for name in NAMES}
+        rows = {
+            name: [source.tokens(number).tolist() for number in range(source.documents)]
+            for name, source in sources.items()
+        }
+        bos, eos = (
+            [token] if (token := self.fixed[key]) is not None else [] for key in ("bos_token", "eos_token")
+        )
+        return Corpus(rows, self.fixed["seed"], self.shards, bos, eos, self.cut_every)
 
     def _mix(self, before: Mix | None) -> Mix:
         """Draw weights and a length; often only one of them changes."""
@@ -142,7 +148,7 @@ class Schedule:
             pad_token=PAD,
             rank=rank,
             world_size=stint.world_size,
-            options=DataOptions(positions=stint.records, on_exhausted=stint.mix.on_exhausted),
+            options=DataOptions(positions=stint.records, on_exhausted=stint.mix.on_exhausted),  # type: ignore[arg-type]
             **self.fixed,
         )
         return RescalableLoader(

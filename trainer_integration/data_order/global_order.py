@@ -137,9 +137,9 @@ def _read_ahead(turns: Iterator[_Turn]) -> Iterator[_Turn]:
     """Yield turns; the next ones are being fetched."""
     waiting: deque[_Turn] = deque()
     for turn in turns:
-        if turn.reader is not None:
+        if (reader := turn.reader) is not None:
             turn = turn._replace(pieces=[*turn.pieces])
-            turn.reader.ahead(turn.pieces)
+            reader.ahead(turn.pieces)
         waiting.append(turn)
         if len(waiting) > SEQUENCES_AHEAD:
             yield waiting.popleft()

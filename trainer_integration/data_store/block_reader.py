@@ -93,8 +93,8 @@ def find_files(
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
-    is_url = isinstance(path, str) and path.startswith("file://")
-    return Path(path_of(path) if is_url else path).absolute()
+    text = os.fspath(path)
+    return Path(path_of(text) if text.startswith("file://") else text).absolute()
 
 
 class _Process:
