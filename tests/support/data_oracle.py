@@ -200,7 +200,7 @@ class Known:
         return (n for n in itertools.count(rank, self._world_size) if n not in self._ahead)
 
     def save(self, counts: Sequence[int]) -> None:
-        """End the stint: of each rank so many rows were used."""
+        """End the stint: of each rank some rows were used."""
         size = self._world_size
         read = self._ahead.union(*(itertools.islice(self._numbers(r), n) for r, n in enumerate(counts)))
         first_unread = [next(n for n in itertools.count(rank, size) if n not in read) for rank in range(size)]
@@ -333,7 +333,7 @@ class Unknown:
         return not any(shard.next(self._corpus, self._mix) for shard in own)
 
     def save(self, counts: Sequence[int]) -> None:
-        """End the stint: of each rank so many rows were used."""
+        """End the stint: of each rank some rows were used."""
         for rank, count in enumerate(counts):
             for name, number in self._read[rank][:count]:
                 shard = self._shards[name][number]

@@ -261,10 +261,10 @@ def test_runs_that_are_killed_follow_the_oracle(seed: int, tmp_path: Path) -> No
         folder.mkdir()
         job = Job(stint.world_size, _train, schedule, stint, folder, resumed)
         try:
-            _wait(job, folder / "0", lines=1 + max(stint.batches))
+            _wait(job, folder / "rank-0", lines=1 + max(stint.batches))
         finally:
             job.kill()
-        batches = [_logged(folder / str(rank)) for rank in range(stint.world_size)]
+        batches = [_logged(folder / f"rank-{rank}") for rank in range(stint.world_size)]
         for rank, of_rank in enumerate(batches):
             oracle.check(rank, [*itertools.chain.from_iterable(of_rank)])
         steps = [int(path.parent.name) for path in folder.glob("*/commit.json")]
@@ -276,7 +276,7 @@ def _train(rank: int, schedule: Schedule, stint: Stint, folder: Path, resumed: P
     loader = schedule.loader(stint, rank)
     if resumed is not None:
         ckpt.load({"loader": loader}, resumed)
-    with open(folder / str(rank), "w") as log:
+    with open(folder / f"rank-{rank}", "w") as log:
         for step, batch in enumerate(loader, 1):
             print(json.dumps(rows_of(batch)), file=log, flush=True)
             if stint.records:
@@ -286,7 +286,7 @@ def _train(rank: int, schedule: Schedule, stint: Stint, folder: Path, resumed: P
 
 
 def _wait(job: Job, log: Path, *, lines: int) -> None:
-    """Wait until a rank has read so many batches, or all."""
+    """Wait until a rank has read a number of batches, or all."""
     deadline_s = time.monotonic() + 120
     while not log.exists() or log.read_text().count("\n") < lines:
         if not any(process.is_alive() for process in job.processes):
