@@ -290,6 +290,22 @@ def test_same_seed_same_order() -> None:
     assert sorted(token for batch in run(None)[:1] for row in batch for token in row)[:8] == [*range(8)]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_seed_documents_come_as_they_are_stored(kind: str, world_size: int) -> None:
+    """As a whole, however many shards they are dealt to."""
+    source = Numbered([8] * 200, kind=kind)
+    options: dict[str, Any] = {
+        "shards": 40,
+        "seed": None,
+        "sequence_length": 8,
+        "epochs": 1,
+        "pad_token": PAD,
+    }
+    steps = zip(*loaders_of(source, world_size, None, **options), strict=True)
+    assert [token for step in steps for batch in step for token in tokens_of(batch)] == [*source.all_tokens]
+
+
 def test_another_epoch_has_another_order() -> None:
     (loader,) = loaders_of(Numbered([1] * 50), 1, None, shards=1, sequence_length=50)
     first, second = (batch[0] for batch in rows(loader, 2))

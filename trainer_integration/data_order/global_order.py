@@ -64,9 +64,8 @@ class _Reader:
         tokens = self.start.tokens + count * self._length
         if self._plan.epochs is not None and self._plan.options.on_exhausted != "repeat":
             end = (self._plan.epochs - self.start.epoch) * self._tokens
-            tokens = min(
-                tokens, max(end, self.start.tokens)
-            )  # a run can have read more epochs than it has now
+            # A run can have read more epochs than it has now.
+            tokens = min(tokens, max(end, self.start.tokens))
         epochs, tokens = divmod(tokens, self._tokens)
         cut = self._cut(self.start.epoch + epochs)
         sequences = self.start.sequences + count

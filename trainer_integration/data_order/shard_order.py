@@ -64,12 +64,13 @@ class ShardOrder:
                 yield number * self._plan.shards + shard, Shard(name, shard, total)
 
     def _lanes(self) -> Iterator[tuple[int, int]]:
-        """Yield the lane of each shard: with turns by count each shard is one."""
+        """Yield the lane of each shard: each is one with turns by count, and where the stored order is kept."""
+        are_few = self._plan.options.turns == "share" and self._plan.seed is not None
         seen: Counter[str] = Counter()
         for index, shard in self.shards.items():
             lane = seen[shard.source_name]
             seen[shard.source_name] += 1
-            yield index, lane % _LANES if self._plan.options.turns == "share" else lane
+            yield index, lane % _LANES if are_few else lane
 
     @property
     def parts(self) -> int | None:
