@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,23 @@ def test_raw_files_of_wider_tokens(tmp_path: Path) -> None:
     assert TokenFiles([path], document_tokens=10, dtype=np.uint16).documents == 8
     np.arange(100, 140, dtype=np.uint16).tofile(path)
     assert TokenFiles([path], document_tokens=10).tokens(0)[0] == 100
+
+
+def test_a_small_source_for_its_shards_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """With the number that the log says each document is read once before any is read twice, nearly."""
+
+    def repeated(shards: int) -> float:
+        source = MapSource([range(row * 50, row * 50 + 50) for row in range(400)], tokenize=list)
+        loader = loader_of(source, sequence_length=128, shards=shards, epochs=None, batch_size=1)
+        read = [int(token) for batch in itertools.islice(loader, 20_000 // 128) for token in batch.flatten()]
+        return 1 - len(set(read)) / len(read)
+
+    with caplog.at_level(logging.WARNING):
+        assert repeated(1920) > 0.2
+    (number,) = re.findall(r"source 'data' has about 15\d sequences.* With shards=(\d+) they", caplog.text)
+    caplog.clear()
+    assert repeated(int(number)) < 0.05
+    assert not caplog.text
 
 
 def test_documents_that_were_read_leave_the_cache() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,13 @@ from ckpt.errors import CheckpointError, ConfigurationError, FormatError
 from ckpt.trainer_integration.data_order.plan import Plan, Sample
 from ckpt.trainer_integration.data_order.shards import ContiguousShards, Cursor, DealtShards, Position, Shard
 
+_logger = logging.getLogger(__name__)
+
 _FIELDS = len(Position._fields)
 _LANES = 16
 """Shards of a source that a rank reads at a time."""
+_MIN_SEQUENCES = 4
+"""Of a shard in an epoch: with fewer much of the next epoch is read before this one is over."""
 
 
 class ShardOrder:
@@ -39,6 +44,10 @@ class ShardOrder:
             name: self._dealt(source, self._total(name), plan.seed, name)
             for name, source in plan.sources.items()
         }
+        if plan.rank == 0:
+            _warn_of_short_shards(
+                plan, {name: (self._total(name), mean) for name, mean in self._means.items()}
+            )
         self._documents: dict[int, tuple[int, int]] = {}  # epoch of each shard, and its documents in it
         self.positions = dict.fromkeys(self.shards, Position())
         self._lane_of = dict(self._lanes())
@@ -356,6 +365,18 @@ class ContiguousOrder(ShardOrder):
             if min(position) < 0 or position.document >= documents:
                 raise FormatError(f"{where}: impossible {position}")
             self.positions[index] = position
+
+
+def _warn_of_short_shards(plan: Plan, sources: Mapping[str, tuple[int, float]]) -> None:
+    """Say which number of shards would be right for sources that are small for theirs; `sources`: shards, mean length."""
+    for name, (total, mean) in sources.items():
+        sequences = plan.sources[name].documents * mean / plan.sequence_length
+        if plan.weights[name] and sequences < _MIN_SEQUENCES * total:
+            _logger.warning(
+                "source %r has about %d sequences an epoch for %d shards: many documents are read twice before others are "
+                "read once. With shards=%d they are not, and that many ranks can read",
+                name, sequences, total, max(1, sequences / (4 * _MIN_SEQUENCES)),
+            )  # fmt: skip
 
 
 def _rows(name: str, of_ranks: Mapping[str, Any]) -> dict[int, Position]:
