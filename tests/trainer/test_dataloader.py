@@ -664,6 +664,22 @@ def test_positions_that_cannot_be_are_refused(position: list[int]) -> None:
         loader.load_state_dict({**loader.state_dict(), "settings": "{"})
 
 
+def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
+    (loader,) = loaders_of(Numbered([9] * 60, kind="shards"), 1, None, shards=5, sequence_length=8)
+    state = loader.state_dict()
+    rows(loader, 12)
+    before = loader.state_dict()
+    own = state["positions"]["data"]
+    with pytest.raises(FormatError, match="shard 4: missing"):
+        loader.load_state_dict(
+            {**state, "positions": {"data": {name: rows_[:-1] for name, rows_ in own.items()}}}
+        )
+    after = loader.state_dict()
+    assert all(
+        torch.equal(after["positions"]["data"][name], before["positions"]["data"][name]) for name in own
+    )
+
+
 def test_an_offset_beyond_its_document() -> None:
     (loader,) = loaders_of(Numbered([9] * 60, kind="shards"), 1, None, shards=5, sequence_length=8)
     state = loader.state_dict()

@@ -247,11 +247,15 @@ class ShardOrder:
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
         """Continue from `state`, which holds at least this rank's shards. Raises FormatError if it is no state."""
         stored = {name: _rows(name, of_ranks) for name, of_ranks in state["positions"].items()}
-        for index, shard in self.shards.items():
-            position = Position()
-            if shard.source_name in stored:
-                position = self._stored(shard, stored[shard.source_name])
-            self.positions[index] = position if is_same_mix else position._replace(sequences=0)
+        positions = {
+            index: self._stored(shard, stored[shard.source_name])
+            if shard.source_name in stored
+            else Position()
+            for index, shard in self.shards.items()
+        }
+        if not is_same_mix:
+            positions = {index: position._replace(sequences=0) for index, position in positions.items()}
+        self.positions = positions
 
     def _stored(self, shard: Shard, stored: Mapping[int, Position]) -> Position:
         """Return the position of a shard; of other data, which may have more or fewer documents, one that can be."""
@@ -352,6 +356,7 @@ class ContiguousOrder(ShardOrder):
         return {"shards": shards}
 
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
+        positions: dict[int, Position] = {}
         for index, shard in self.shards.items():
             where = f"loader state of source {shard.source_name!r}, shard {shard.number}"
             try:
@@ -364,7 +369,8 @@ class ContiguousOrder(ShardOrder):
             documents = self._sources[shard.source_name].of(shard.number, position.epoch)[0]
             if min(position) < 0 or position.document >= documents:
                 raise FormatError(f"{where}: impossible {position}")
-            self.positions[index] = position
+            positions[index] = position
+        self.positions = positions
 
 
 def _warn_of_short_shards(plan: Plan, sources: Mapping[str, tuple[int, float]]) -> None:
