@@ -173,7 +173,7 @@ class _Batches:
         self._generation = loader.dataset.positions.generation
         self._samples = loader.samples()
         self._error: Exception | None = None
-        self._empty: list[Sample] = []  # without tokens: they are recorded with the next batch
+        self._without_tokens: list[Sample] = []  # to be noted with the next batch
 
     def __iter__(self) -> _Batches:
         return self
@@ -192,19 +192,20 @@ class _Batches:
             except Exception as error:
                 self._error = error
                 raise
-            if not batch:
-                raise StopIteration
             if positions.generation != self._generation:
                 raise CheckpointError(
                     "another iteration over this loader has begun, or a state was loaded: begin a new iteration"
                 )
+            if not batch:
+                raise StopIteration
             if not self._loader.dataset.options.positions:
                 positions.advance((sample.shard, sample.position) for sample in batch)
-            self._empty += batch
-            if (tensors := self._loader._tensors(self._empty)) is not None:
-                self._empty = []
+            batch = [*self._without_tokens, *batch]
+            if (tensors := self._loader._tensors(batch)) is not None:
+                self._without_tokens = []
                 self._loader._handed_out += 1
                 return tensors
+            self._without_tokens = batch
 
 
 class _WorkerPart(IterableDataset[Sample]):

@@ -24,7 +24,8 @@ class Sample(NamedTuple):
 
     Attributes:
         shard: of which it is; where all ranks read in one order, its source.
-        is_filler: it stands for a sequence that other ranks have and this one lacks at the end.
+        is_filler: it is a row of padding: for a sequence that other ranks have and this one lacks at the end, or of which all
+            was skipped.
     """
 
     shard: int
@@ -53,7 +54,7 @@ class Plan:
     bos_token: int | None
     eos_token: int | None
     options: DataOptions
-    _skipped: int = field(default=0, init=False)
+    _skipped: set[tuple[str, int]] = field(default_factory=set, init=False)
     _looks: dict[str, Look] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -121,12 +122,15 @@ class Plan:
             )
             raise FormatError(f"source {name!r}, document {number}{where}: {fault}") from error
 
-    def skips(self, error: FormatError) -> bool:
+    def skips(self, name: str, number: int, error: FormatError) -> bool:
         """Tell whether a document that cannot be read may be skipped, and note it: each process may skip as many."""
-        self._skipped += 1
-        if self._skipped > self.options.skip_bad_documents:
+        most = self.options.skip_bad_documents
+        if (name, number) in self._skipped:
+            return True
+        if len(self._skipped) >= most:
             return False
-        _logger.warning("skipped (%d of %d): %s", self._skipped, self.options.skip_bad_documents, error)
+        self._skipped.add((name, number))
+        _logger.warning("skipped (%d of %d): %s", len(self._skipped), most, error)
         return True
 
     def copy(self, name: str, piece: Piece, room: Tokens) -> None:

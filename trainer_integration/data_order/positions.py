@@ -86,6 +86,11 @@ class Positions:
             "weights": plan.weights, "sequence_length": plan.sequence_length, **self._fixed(),
         }  # fmt: skip
 
+    def ends(self) -> dict[str, Any]:
+        """Return what may change from run to run, and has to be the same on all ranks of one."""
+        options = self._plan.options
+        return {"epochs": self._plan.epochs, "on_exhausted": options.on_exhausted, "turns": options.turns}
+
     def _fixed(self) -> dict[str, Any]:
         plan = self._plan
         return {

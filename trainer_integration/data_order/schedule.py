@@ -49,31 +49,16 @@ class Schedule:
         return (sequence + 0.5) / self._weights[number]
 
     def take(self, count: int) -> tuple[Numbers, Numbers]:
-        """Return the next sequences: the numbers of their sources, and their numbers there. Fewer than `count` where a source
-        ends, none at the end of all.
-        """
-        left = [
-            number
-            for number, limit in enumerate(self._limits)
-            if self._weights[number] and self.read[number] < limit
-        ]
-        total = sum(self._weights[number] for number in left)
-        sources: list[Numbers] = [np.empty(0, np.int64)]
-        numbers: list[Numbers] = [np.empty(0, np.int64)]
-        horizon = self._last_due
-        for source in left:
-            # Its share of the next ones, give or take one each: more, once another source has ended.
-            most = math.ceil(count * self._weights[source] / total) + len(left) + 1
-            end = int(min(self.read[source] + most, self._limits[source]))
-            sources.append(np.full(end - self.read[source], source, np.int64))
-            numbers.append(np.arange(self.read[source], end, dtype=np.int64))
-            if end < self._limits[source]:
-                horizon = min(horizon, self._due(source, end - 1))
+        """Return the next sequences: the numbers of their sources, and their numbers there. Fewer at the end."""
+        left = [min(count, limit - read) for read, limit in zip(self.read, self._limits, strict=True)]
+        most = [int(max(0, n)) if weight else 0 for n, weight in zip(left, self._weights, strict=True)]
+        sources = [np.full(n, source, np.int64) for source, n in enumerate(most)]
+        numbers = [np.arange(read, read + n, dtype=np.int64) for read, n in zip(self.read, most, strict=True)]
         chosen = np.concatenate(sources)
         places = np.concatenate(numbers)
         due = (places + 0.5) / np.asarray(self._weights)[chosen]
         order = np.argsort(due, kind="stable")[:count]
-        order = order[due[order] <= horizon]
+        order = order[due[order] <= self._last_due]
         for source, taken in enumerate(np.bincount(chosen[order], minlength=len(self._weights)).tolist()):
             self.read[source] += taken
         return chosen[order], places[order]
@@ -86,23 +71,23 @@ class Schedule:
             middle = (low + high) / 2
             low, high = (middle, high) if sum(self._read_at(middle)) <= wanted else (low, middle)
         self.read = self._read_at(low)
-        while (rest := wanted - sum(self.read)) and len(self.take(rest)[0]):
-            pass
+        self.take(wanted - sum(self.read))
 
     def _read_at(self, due: float) -> list[int]:
         """Count the sequences of each source that are due before a moment, at least those that were read."""
+        due = min(due, self._last_due)
         return [
-            int(max(read, min(limit, self._before(source, min(due, self._last_due)))))
-            for source, (read, limit) in enumerate(zip(self.read, self._limits, strict=True))
+            int(max(read, min(limit, self._count_before(number, due))))
+            for number, (read, limit) in enumerate(zip(self.read, self._limits, strict=True))
         ]
 
-    def _before(self, source: int, due: float) -> int:
-        """Count the sequences of a source with a smaller `_due`, as it is rounded."""
-        if not (weight := self._weights[source]):
+    def _count_before(self, number: int, due: float) -> int:
+        """Count the sequences of a source that are due before a moment, rounded as in `_due`: `take` must agree."""
+        if not self._weights[number]:
             return 0
-        count = max(0, math.ceil(due * weight - 0.5))
-        while count and self._due(source, count - 1) >= due:
+        count = max(0, math.ceil(due * self._weights[number] - 0.5))
+        while count and self._due(number, count - 1) >= due:
             count -= 1
-        while self._due(source, count) < due:
+        while self._due(number, count) < due:
             count += 1
         return count

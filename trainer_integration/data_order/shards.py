@@ -17,6 +17,9 @@ from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.data_order.plan import Plan, copy_parts
 from ckpt.trainer_integration.sources import Source, Tokens
 
+_MAX_EMPTY = 8
+"""Times the documents of a source: so many without tokens one after the other are no chance."""
+
 
 class Position(NamedTuple):
     """Where a shard's next sequence begins.
@@ -109,11 +112,15 @@ class ContiguousShards:
 
 
 def _edges(source: Source, total: int) -> list[int]:
-    """Cut blocks further, if there are fewer than shards."""
+    """Cut blocks further, if there are fewer than shards: each by its share of the documents."""
     whole = [0, *source.cuts(0, source.documents), source.documents]
-    parts = -(-total // (len(whole) - 1))
-    edges = [begin + (end - begin) * part // parts for begin, end in pairwise(whole) for part in range(parts)]
-    return sorted({*edges, source.documents})
+    if len(whole) > total:
+        return whole
+    edges = [0]
+    for begin, end in pairwise(whole):
+        parts = -(-(end - begin) * total // source.documents)
+        edges += [begin + (end - begin) * part // parts for part in range(1, parts + 1)]
+    return edges
 
 
 def _in_blocks(blocks: Sequence[int], edges: Sequence[int], key: tuple[int | str | None, ...]) -> Dealt:
@@ -202,11 +209,13 @@ class Cursor:
         try:
             parts = self._plan.document(name, number, f" (shard {self._shard.number})")
         except FormatError as error:
-            if not self._plan.skips(error):
+            if not self._plan.skips(name, number, error):
                 raise
             parts = (np.empty(0, room.dtype),) * 3
             self._offset = 0
         length = sum(map(len, parts))
+        if self._offset > length and self._plan.options.allow_other_data:
+            self._offset = length
         if self._offset > length:
             raise ConfigurationError(
                 f"{self._where()} has {length} tokens, but {self._offset} were read before: the data changed"
@@ -223,7 +232,8 @@ class Cursor:
     def _next_document(self) -> None:
         self._document += 1
         self._offset = 0
-        if self._empty_documents >= self._dealt.documents and self._plan.epochs is None:
+        documents = self._plan.sources[self._shard.source_name].documents
+        if self._empty_documents >= _MAX_EMPTY * documents and self._plan.epochs is None:
             raise ConfigurationError(
                 f"{self._where()}: no document of the shard has tokens; use fewer shards"
             )
