@@ -198,7 +198,8 @@ def test_a_schedule_is_the_same_however_it_is_gone_through(
         return Schedule(weights, [0] * len(weights), limits if ends else None, on_exhausted)
 
     whole = made().take(400)[0].tolist()
-    schedule, parts: list[Any] = made(), []
+    schedule = made()
+    parts: list[int] = []
     while len(parts) < 400 and (part := schedule.take(at_once)[0].tolist()):
         parts += part
     assert parts[:400] == whole

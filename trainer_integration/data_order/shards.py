@@ -18,7 +18,7 @@ from ckpt.trainer_integration.data_order.plan import Plan, copy_parts
 from ckpt.trainer_integration.sources import Source, Tokens
 
 _MAX_EMPTY = 8
-"""Times the documents of a source: so many without tokens one after the other are no chance."""
+"""Times the documents of a source: that many without tokens in a row are no chance."""
 
 
 class Position(NamedTuple):
