@@ -4,6 +4,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin
 
 PEERS := benchmarks/.venv-peers
+DATA_PEERS := benchmarks/.venv-data-peers
 MLPERF := benchmarks/.venv-mlperf
 DOCS := website/.venv
 
@@ -23,7 +24,7 @@ RANKS := (ranks or server or slow) and not (smoke or long or integration)
 LONG := (long or hypothesis) and not integration
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-ranks test-long test-integration test-law test-adapters test-browser test-faults test-fuzz wheel demo docs screens bench bench-adapters bench-full bench-mlperf check format lock clean
+.PHONY: help test test-ranks test-long test-integration test-law test-adapters test-browser test-faults test-fuzz wheel demo docs screens bench bench-adapters bench-full bench-data bench-mlperf check format lock clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +92,9 @@ bench-adapters: $(VENV)/ready  ## Compare saves through the adapters with those 
 bench-full: $(VENV)/ready $(PEERS)/ready  ## Measure at full size; write docs/results.md and the README's chart.
 	$(RUN)/python -m benchmarks --full --docs docs
 
+bench-data: $(VENV)/ready $(DATA_PEERS)/ready  ## Compare the data loader with Grain, mosaicml-streaming and torchdata.
+	$(RUN)/python -m benchmarks.studies.data_peers
+
 bench-mlperf: $(VENV)/ready $(MLPERF)/ready  ## Run MLPerf Storage's checkpoint workload: `make bench-mlperf DLIO=dlio_benchmark`, a clone.
 	$(RUN)/python -m benchmarks.mlperf_storage --dlio $(DLIO)
 
@@ -117,6 +121,11 @@ $(VENV)/browser: $(VENV)/ready tests/browser/requirements.txt
 $(PEERS)/ready: benchmarks/peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers.txt
+	touch $@
+
+$(DATA_PEERS)/ready: benchmarks/data_peers.txt
+	$(PYTHON) -m venv $(DATA_PEERS)
+	$(DATA_PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/data_peers.txt
 	touch $@
 
 $(MLPERF)/ready: benchmarks/mlperf_storage/requirements.txt constraints.txt
@@ -148,4 +157,4 @@ lock: $(VENV)/ready  ## Take the newest versions that agree with each other into
 	$(RUN)/$(COMPILE) website/requirements.in > website/requirements.txt
 
 clean:  ## Remove the environments and all that was built.
-	rm -rf $(VENV) $(PEERS) $(MLPERF) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/browser/node_modules demo-run test-faults.json
+	rm -rf $(VENV) $(PEERS) $(DATA_PEERS) $(MLPERF) $(DOCS) tests/adapters/.venvs benchmarks/.scratch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/browser/node_modules demo-run test-faults.json

@@ -108,7 +108,7 @@ class DataOptions:
             step is the same on any number of ranks that divides `shards` (with one source).
         allow_other_data: continue with other documents than the state was saved for; the log names them.
         skip_bad_documents: documents that each process that reads may skip because they cannot be read; each is
-            logged.
+            logged. Where lengths are known `pad_token` takes their place, so no rank makes fewer steps.
         positions: batches of a `RescalableLoader` are dicts of `tokens`, `shard` and `position`, and the state
             follows `loader.record(batch)`, not what was handed out.
     """

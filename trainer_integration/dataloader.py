@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -11,11 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt.child_processes import isolate_children
 from ckpt.errors import CheckpointError, ConfigurationError
+from ckpt.ranks.group import Ranks
 from ckpt.trainer_integration.data_order.plan import Sample
 from ckpt.trainer_integration.dataset import ShardedDataset
 from ckpt.trainer_integration.run.loader_workers import outlive
 
 __all__ = ["RescalableLoader"]
+
+_logger = logging.getLogger(__name__)
 
 
 class RescalableLoader:
@@ -59,6 +64,8 @@ class RescalableLoader:
             raise ConfigurationError(f"this rank has {parts} shards, too few for {num_workers} workers")
         self.dataset, self.batch_size, self._num_workers = dataset, batch_size, num_workers
         self._pin_memory = pin_memory
+        self._handed_out = 0
+        self._recorded = 0
         self._worker_options: dict[str, Any] = {
             "batch_size": None,
             "collate_fn": _unchanged,
@@ -76,7 +83,18 @@ class RescalableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions (see `Positions`) without waiting for ranks or workers."""
+        if self.dataset.options.positions and self._handed_out > 1 and not self._recorded:
+            _logger.warning(
+                "%d batches were handed out and none was recorded: with DataOptions(positions=True) the state stays where it "
+                "is until loader.record(batch) is called after each step",
+                self._handed_out,
+            )
         return self.dataset.positions.state_dict()
+
+    def state_dict_of_all_ranks(self) -> dict[str, Any]:
+        """Return the positions of all ranks, for a framework that saves those of one; all ranks call it."""
+        with closing(Ranks(None, no_dist=False)) as ranks:
+            return ranks.join(self.state_dict(), _united)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. An iteration that has begun raises at its next batch.
@@ -86,8 +104,12 @@ class RescalableLoader:
         self.dataset.positions.load_state_dict(state)
 
     def record(self, batch: Mapping[str, Any]) -> None:
-        """Note that a batch was used for training; with `DataOptions(positions=True)` nothing else moves the state."""
+        """Note that a batch was used for training; with `DataOptions(positions=True)` nothing else moves the state.
+
+        A batch may be recorded twice. Raises ConfigurationError if it has no `shard` and `position`.
+        """
         self.dataset.positions.record(batch)
+        self._recorded += 1
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches: int64, `batch_size` x `sequence_length`; the last ones may be smaller.
@@ -151,6 +173,7 @@ class _Batches:
         self._generation = loader.dataset.positions.generation
         self._samples = loader.samples()
         self._error: Exception | None = None
+        self._without_tokens: list[Sample] = []  # to be noted with the next batch
 
     def __iter__(self) -> _Batches:
         return self
@@ -169,16 +192,20 @@ class _Batches:
             except Exception as error:
                 self._error = error
                 raise
-            if not batch:
-                raise StopIteration
             if positions.generation != self._generation:
                 raise CheckpointError(
                     "another iteration over this loader has begun, or a state was loaded: begin a new iteration"
                 )
+            if not batch:
+                raise StopIteration
             if not self._loader.dataset.options.positions:
                 positions.advance((sample.shard, sample.position) for sample in batch)
+            batch = [*self._without_tokens, *batch]
             if (tensors := self._loader._tensors(batch)) is not None:
+                self._without_tokens = []
+                self._loader._handed_out += 1
                 return tensors
+            self._without_tokens = batch
 
 
 class _WorkerPart(IterableDataset[Sample]):
@@ -213,3 +240,11 @@ def _outlive(_: int) -> None:
 
 def _unchanged(sample: Any) -> Any:
     return sample
+
+
+def _united(one: Any, other: Any) -> Any:
+    """Join nested dicts of two ranks; of a value that both have, the first one stays."""
+    if not isinstance(one, Mapping):
+        return one
+    both = {name: _united(one[name], other[name]) for name in one.keys() & other.keys()}
+    return {**other, **one, **both}

@@ -86,11 +86,16 @@ class ShardedDataset(IterableDataset[dict[str, Any]]):
             self.options,
         )  # fmt: skip
         self.positions = Positions(plan)
+        if self.options.skip_bad_documents and pad_token is None and self.positions.order.kind == "global":
+            raise ConfigurationError(
+                "skip_bad_documents= needs pad_token= where the lengths of documents are known: it fills up what is left of a "
+                "sequence"
+            )
         self._agreement = Agreement(self.rank, self.world_size)
 
     def begin(self) -> None:
         """Begin an iteration. Raises ConfigurationError if another rank reads other data or has other settings."""
-        self._agreement.check(self.positions.settings())
+        self._agreement.check({**self.positions.settings(), **self.positions.ends()})
         self.positions.restart()
 
     def samples(self, first: int = 0, step: int = 1, taken: torch.Tensor | None = None) -> Iterator[Sample]:
@@ -131,7 +136,7 @@ class _TorchSamples(Iterator[dict[str, Any]]):
         try:
             for sample in self._samples:
                 self._order.note(self._at, sample)
-                if len(sample.tokens):
+                if len(sample.tokens) or sample.is_filler:
                     numbers = np.array(sample.position, np.int64)
                     return {
                         "tokens": self._dataset.rows([sample.tokens])[0],

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.errors import ConfigurationError
+from ckpt.errors import ConfigurationError, StorageError
 
 __all__ = ["Cache", "MapSource", "Source", "Tokenize", "Tokens", "fingerprint_of"]
 
@@ -20,6 +20,15 @@ Tokens = npt.NDArray[np.integer[Any]]
 Tokenize = Callable[[Any], Sequence[int]]
 
 T = TypeVar("T")
+
+
+class Sliced(Protocol):
+    """Tokens of which slices are taken; an array is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Any: ...
+
 
 DEFAULT_CACHE_BYTES = 256 << 20
 _MAX_COUNTED = 10**6
@@ -40,12 +49,22 @@ class Source(ABC):
     dtype: np.dtype[Any]
     fingerprint: str = ""
 
+    reads_ahead: bool = False
+    """Whether `ahead` is called with the documents that are read soon."""
+
     samples = 16
     """Documents that are read to recognise the data: fewer where one is dear to read."""
 
     @abstractmethod
     def tokens(self, document: int) -> Tokens:
         """Return a document's tokens, one-dimensional. Called once per sequence: keep it cheap."""
+
+    def sliced(self, document: int) -> Sliced:
+        """Return a document of which a part is taken: a source that can need not read all of it."""
+        return self.tokens(document)
+
+    def ahead(self, document: int, start: int = 0, stop: int | None = None) -> None:  # noqa: B027 (most are local)
+        """Begin to fetch tokens `start` to `stop` of a document that is read soon, without waiting for them."""
 
     def lengths(self, documents: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64] | None:
         """Return how many tokens some documents have; None if that is not known without reading them."""
@@ -135,19 +154,28 @@ class Cache(Generic[T]):
 
     def get(self, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int]) -> T:
         """Return the value kept under `key`, or make it now."""
+        value = self.kept(key)
+        if value is None:
+            value = make()
+            self.keep(key, value, nbytes(value))
+        return value
+
+    def kept(self, key: Hashable) -> T | None:
+        """Return the value kept under `key`, if there is one."""
         entry = self._values.get(key)
-        if entry is not None:
-            self._values.move_to_end(key)
-            return entry[0]
-        value = make()
-        size_bytes = nbytes(value)
+        if entry is None:
+            return None
+        self._values.move_to_end(key)
+        return entry[0]
+
+    def keep(self, key: Hashable, value: T, size_bytes: int) -> None:
+        """Keep a value under a key that has none."""
         if size_bytes <= self._budget_bytes:
             self._values[key] = value, size_bytes
             self._size_bytes += size_bytes
         while self._size_bytes > self._budget_bytes:
             _, (_, dropped_bytes) = self._values.popitem(last=False)
             self._size_bytes -= dropped_bytes
-        return value
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._values
@@ -159,6 +187,11 @@ class Cache(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._budget_bytes,)
+
+
+def is_of_store(error: Exception) -> bool:
+    """Tell whether a store failed, and not a file of this machine or a document."""
+    return isinstance(error, StorageError) and error.url is not None
 
 
 class Look(NamedTuple):
@@ -175,9 +208,13 @@ def look_at(source: Source) -> Look:
     digest = hashlib.blake2b(repr((source.documents, source.fingerprint)).encode(), digest_size=8)
     tokens = 0
     for number in numbers:
+        source.ahead(number)
+    for number in numbers:
         try:
             document = np.asarray(source.tokens(number), np.int64)
-        except Exception:
+        except Exception as error:
+            if is_of_store(error):
+                raise  # the data may be as they were
             digest.update(b"unreadable")  # it is named when its turn comes
             continue
         tokens += len(document)

@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from ckpt.embeddings.chain import Costs
-from ckpt.embeddings.rows import DenseRows, Ids, RowStore, home_of
+from ckpt.embeddings.rows import DenseRows, Ids, RowStore, hash_of, home_of
 from ckpt.errors import ConfigurationError
+from ckpt.format.names import last_segment
 
 _SAMPLE_IDS = 16
 _MAX_NAMED = 4
@@ -42,19 +43,20 @@ class Kept:
 
 @dataclass(frozen=True)
 class RowCount:
-    """A number of rows, and sums of their ids, which differ if one was taken twice and another one was not."""
+    """A number of rows, and the sum of their ids' hashes: it differs if one is taken twice and another one is not.
+
+    Sums of powers of ids would not do: they are equal for the halves into which a CRC divides a range.
+    """
 
     rows: int = 0
-    ids: int = 0
-    squares: int = 0
+    hashes: int = 0
 
     @staticmethod
     def of(ids: Ids) -> RowCount:
-        return RowCount(len(ids), int(ids.sum()) % _WORD, int(np.dot(ids, ids)) % _WORD)
+        return RowCount(len(ids), int(hash_of(ids).sum()))
 
     def __add__(self, other: RowCount) -> RowCount:
-        ids, squares = self.ids + other.ids, self.squares + other.squares
-        return RowCount(self.rows + other.rows, ids % _WORD, squares % _WORD)
+        return RowCount(self.rows + other.rows, (self.hashes + other.hashes) % _WORD)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Taken:
     Attributes:
         url: of the checkpoint, for texts.
         shard, shards: which shard took it, of how many.
-        stored: all rows of the table that were written, by bases and deltas.
+        rows: all rows of the table that were written, by bases and deltas.
+        stored: those of them that this shard counts; all shards together count each once.
         taken: those of them that this shard owns.
         first, last: the lowest and the highest id that is stored.
         kept: the ids of a dense shard.
@@ -75,6 +78,7 @@ class Taken:
     table: str
     shard: int
     shards: int
+    rows: int
     stored: RowCount
     taken: RowCount
     first: int
@@ -113,14 +117,18 @@ def sample_of(rows: RowStore) -> tuple[int, ...]:
     """Choose ids of a store that is neither dense nor sharded by a hash: the lowest, the highest, some between."""
     if isinstance(rows, DenseRows) or rows.order == "hash":
         return ()
-    ids = np.sort(rows.ids())
-    places = np.linspace(0, len(ids) - 1, min(_SAMPLE_IDS, len(ids))).astype(np.int64)
-    return tuple(ids[places].tolist())
+    ids = rows.ids()
+    if not len(ids):
+        return ()
+    step = -(-len(ids) // _SAMPLE_IDS)
+    return int(ids.min()), *ids[::step].tolist(), int(ids.max())
 
 
 def check_owned(shard: _Shard, ids: Ids) -> None:
     """Check that rows belong into a shard: by its store, and by the hash if that decides. Raises ConfigurationError."""
-    mask, by = shard.rows.owns(ids), "`owns`"
+    with shard.lock:
+        mask = shard.rows.owns(ids)
+    by = "`owns`"
     if shard.rows.order == "hash":
         mask, by = mask & (home_of(ids, shard.shards) == shard.shard), "`owns` and `home_of`"
     if not mask.all():
@@ -186,27 +194,46 @@ def check_samples(rank: int, shards: Iterable[_Shard], by_rank: Sequence[Sequenc
 def check_taken(by_rank: Sequence[Sequence[Taken]]) -> list[str]:
     """Check that ranks which have restored a table took each of its rows once; return warnings.
 
-    Tables of which not all shards are here are skipped.
+    Tables of which not all shards were restored are named in a warning.
 
     Raises:
-        ConfigurationError: two ranks took a row, or no rank did and that is not a choice.
+        ConfigurationError: two ranks took a row, or no rank did and that is not a choice; or they took the rows of
+            different checkpoints.
     """
-    groups: dict[tuple[str, str, int], list[tuple[str, Taken]]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[tuple[str, Taken]]] = defaultdict(list)
     for rank, each in enumerate(by_rank):
         name = f"rank {rank}" if len(by_rank) > 1 else "this process"
         for taken in each:
-            groups[taken.url, taken.table, taken.shards].append((name, taken))
+            groups[taken.table, taken.shards].append((name, taken))
     warnings: list[str] = []
-    for (_, _, shards), group in sorted(groups.items()):
-        if sorted(taken.shard for _, taken in group) == list(range(shards)):
+    for (table, shards), group in sorted(groups.items()):
+        numbers = [taken.shard for _, taken in group]
+        others = sorted(set(range(shards)) - set(numbers))
+        if others:
+            shown = _some([str(number) for number in others])
+            warnings.append(
+                f"{group[0][0]} has restored its shard of {table!r}; no rank has restored shard {shown}"
+            )
+        elif len(numbers) == shards:
+            _check_same(group)
             warnings += _check_group(group)
     return warnings
+
+
+def _check_same(group: Sequence[tuple[str, Taken]]) -> None:
+    """Check that all shards come from one checkpoint; each rank may have its own path to it."""
+    if len({(last_segment(taken.url), taken.rows) for _, taken in group}) > 1:
+        shown = _some([f"{name} {taken.url}" for name, taken in group])
+        raise ConfigurationError(
+            f"the ranks have restored the table {group[0][1].table!r} from different checkpoints: {shown}; restore the "
+            "same one on all ranks"
+        )
 
 
 def _check_group(group: Sequence[tuple[str, Taken]]) -> Iterator[str]:
     first = group[0][1]
     total = sum((taken.taken for _, taken in group), RowCount())
-    if total == first.stored:
+    if total == sum((taken.stored for _, taken in group), RowCount()):
         return
     kept = [(name, taken.kept) for name, taken in group if taken.kept is not None]
     table = f"the table {first.table!r} in {first.url}"
@@ -217,8 +244,8 @@ def _check_group(group: Sequence[tuple[str, Taken]]) -> Iterator[str]:
         text = f"{ranges.shown(ranges.gaps)} of {table} belong to no rank: {ranges}"
     else:
         counts = _some([f"{name} took {taken.taken.rows}" for name, taken in group])
-        text = f"{first.stored.rows} rows of {table} were written, and {counts}"
-        if total.rows >= first.stored.rows:
+        text = f"{first.rows} rows of {table} were written, and {counts}"
+        if total.rows >= first.rows:
             raise ConfigurationError(f"{text}: `owns` of their stores must give each row to one rank")
     if not all(taken.may_drop for _, taken in group):
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from ckpt.embeddings.restoring import Restored, Selection
 from ckpt.embeddings.shard import TableShard
 from ckpt.errors import ConfigurationError
 from ckpt.options import check_choice
+from ckpt.ranks.group import lacks_group
 
 _logger = logging.getLogger(__name__)
 
@@ -51,13 +52,17 @@ def judge(reports: Reports, rank: int) -> None:
         _logger.warning("%s", text)
 
 
-def judge_own(own: Unjudged, kept: Sequence[str]) -> Unjudged | None:
-    """Judge what other ranks have no part in: all, if no other rank exists, or tables of one shard; return the rest."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        judge([(own, kept)], 0)
-        return None
-    check_taken([[taken for taken in own.taken if taken.shards == 1]])
-    return replace(own, taken=[taken for taken in own.taken if taken.shards > 1])
+def judge_own(own: Unjudged, kept: Sequence[str]) -> Unjudged:
+    """Judge what other ranks have no part in, which are tables of one shard; return the rest.
+
+    A process that has no process group yet may still get one.
+    """
+    has_group = dist.is_available() and dist.is_initialized()
+    is_alone = dist.get_world_size() == 1 if has_group else not lacks_group()
+    single = [taken for taken in own.taken if taken.shards == 1]
+    judge([(replace(own, taken=single, tables=own.tables if is_alone else []), kept)], 0)
+    rest = [taken for taken in own.taken if taken.shards > 1]
+    return replace(own, taken=rest, tables=[] if is_alone else own.tables)
 
 
 def missing_of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +26,8 @@ from ckpt.format.columns import TensorColumns
 from ckpt.format.dtypes import dtype_name, torch_dtype
 from ckpt.format.table_names import TABLES_PREFIX as PREFIX
 from ckpt.reading.slices import OpenCheckpoint
+
+_logger = logging.getLogger(__name__)
 
 _MAX_CHAIN_BYTES = 1 << 20
 _BATCH_BYTES, _FAR_BATCH_BYTES = 20 << 20, 64 << 20
@@ -81,11 +85,16 @@ def restore_tables(
     """
     stored = stored_tables(checkpoint)
     _check_parts(selection.parts, shards, stored)
-    restored = {}
+    planned: dict[str, list[tuple[Chain, _Fit]]] = {}
     for shard in shards:
         is_there = shard.name in stored or selection.strict
         if is_there and selection.takes_table(shard.name, shard.rows.columns):
-            restored[shard.name] = restore_shard(checkpoint, shard, selection)
+            chains = chains_of(checkpoint, shard.name)
+            planned[shard.name] = [(chain, _fit_columns(shard, chain, selection)) for chain in chains]
+    restored = {}
+    for shard in shards:  # no row changes before all tables fit
+        if shard.name in planned:
+            restored[shard.name] = restore_shard(checkpoint, shard, planned[shard.name], selection.may_drop)
         else:
             shard.restart()
     return restored
@@ -110,28 +119,27 @@ def _check_parts(parts: Sequence[str], shards: Sequence[TableShard], stored: Col
             )
 
 
-def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard, selection: Selection) -> Restored:
-    """Put what a checkpoint holds of a shard's rows into its store.
+def restore_shard(
+    checkpoint: OpenCheckpoint, shard: TableShard, planned: Sequence[tuple[Chain, _Fit]], may_drop: bool
+) -> Restored:
+    """Put what a checkpoint holds of a shard's rows into its store; `planned` are its chains.
 
     Bases first, then their deltas in order, straight into the store's memory where that is possible. The next save
     continues the chain of this shard if it holds all rows of the store, and no other chain does. A dense table keeps
     the values of columns that are missing; in other tables they begin with zeros.
 
     Raises:
-        LoadFailed: the checkpoint lacks the table, or one of its shards.
-        ConfigurationError: the table has other columns.
         FormatError, IntegrityError: what is stored is no table, or damaged.
     """
-    chains = chains_of(checkpoint, shard.name)
-    fits = [_fit_columns(shard, chain, selection) for chain in chains]
     with shard.lock, contextlib.ExitStack() as stack:
         shard.restart()  # if this fails, too
         shard.rows.clear()
-        own, is_same = None, all(fit.is_whole for fit in fits)
+        own, is_same = None, all(fit.is_whole for _, fit in planned)
         stored = _Stored()
         batch = stack.enter_context(_Batch(checkpoint))
-        for chain, fit in zip(chains, fits, strict=True):
+        for chain, fit in planned:
             is_own = (chain.shard, chain.shards) == (shard.shard, shard.shards)
+            stored.is_counted_here = chain.shard % shard.shards == shard.shard
             changes = []
             readers = [
                 _Reader(checkpoint, chain, each, shard.rows, fit, stored) for each in chain.generations
@@ -149,24 +157,31 @@ def restore_shard(checkpoint: OpenCheckpoint, shard: TableShard, selection: Sele
         if own is not None and is_same and _are_all(shard.rows, [ids for ids, _ in own[1]]):
             shard.resume(own[0], [(range_ids(ids), evicted) for ids, evicted in own[1][1:]])
         else:
-            shard.restart(1 + max(chain.generations[-1].number for chain in chains))
+            shard.restart(1 + max(chain.generations[-1].number for chain, _ in planned))
     taken = Taken(
         url=checkpoint.store.url,
         table=shard.name,
         shard=shard.shard,
         shards=shard.shards,
-        stored=stored.rows,
+        rows=sum(generation.rows for chain, _ in planned for generation in chain.generations),
+        stored=stored.counted,
         taken=stored.taken,
-        first=stored.first,
+        first=stored.first or 0,
         last=stored.last,
         kept=Kept.of(shard.rows),
-        may_drop=selection.may_drop,
+        may_drop=may_drop,
     )
-    return Restored(taken, fits[0].missing, fits[0].left)
+    fit = planned[0][1]
+    return Restored(taken, fit.missing, fit.left)
 
 
 def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
-    """Read what is stored of each shard of a table. Raises as `restore_shard`."""
+    """Read what is stored of each shard of a table; warn of rows that two of them have.
+
+    Raises:
+        LoadFailed: the checkpoint lacks the table, or one of its shards.
+        FormatError, IntegrityError: what is stored is no table, or damaged.
+    """
     pattern = re.compile(re.escape(f"{PREFIX}{table}.") + r"shard-\d{5,}-of-\d{5,}\.chain")
     names = [name for name in checkpoint.names if pattern.fullmatch(name)]
     url = checkpoint.store.url
@@ -187,7 +202,25 @@ def chains_of(checkpoint: OpenCheckpoint, table: str) -> list[Chain]:
     if [(c.shard, c.shards) for c in chains] != [(number, shards) for number in range(shards)]:
         have = ", ".join(f"{c.shard} of {c.shards}" for c in chains[:20])
         raise LoadFailed(f"the table {table!r} is not complete: there are the shards {have}", url=url)
+    _warn_of_rows_twice(chains, url)
     return chains
+
+
+def _warn_of_rows_twice(chains: Sequence[Chain], url: str) -> None:
+    """Warn of rows of a dense table in two shards: older versions saved them if two ranks kept them."""
+    bases = ((chain.generations[0], chain.shard) for chain in chains)
+    ranges = sorted(
+        (base.first_id, base.first_id + base.rows - 1, shard)
+        for base, shard in bases
+        if base.first_id is not None and base.rows
+    )
+    for (_, until, shard), (first, last, other) in itertools.pairwise(ranges):
+        if first <= until:
+            _logger.warning(
+                "%s: the shards %d and %d of the table %r both have rows %d to %d, as two ranks kept them; those of "
+                "shard %d are restored: compare them with what they should be",
+                *(url, shard, other, chains[0].table, first, min(until, last), max(shard, other)),
+            )
 
 
 def _read_ids(checkpoint: OpenCheckpoint, readers: Sequence[_Reader]) -> None:
@@ -355,7 +388,8 @@ class _Reader:
 
     @property
     def _row_bytes(self) -> int:
-        return sum(column.width * torch_dtype(column.dtype).itemsize for column in self._columns)
+        zeros = sum(column.width * column.dtype.itemsize for column in self._zeros.values())
+        return zeros + sum(column.width * torch_dtype(column.dtype).itemsize for column in self._columns)
 
     def _range(self, first: int, count: int) -> range:
         """Name ids that follow one another, once it is sure that there are so many rows."""
@@ -509,18 +543,24 @@ def _stored_shape(column: StoredColumn | None) -> str:
 
 @dataclass
 class _Stored:
-    """Counts of the rows that were written of a table, of those that this store took, and their range of ids."""
+    """Counts of rows that were written of a table, and of those that this store took, and the range of all ids.
 
-    rows: RowCount = field(default_factory=RowCount)
+    Attributes:
+        is_counted_here: the rows of this chain are in `counted`; each shard counts some chains, together all.
+    """
+
+    counted: RowCount = field(default_factory=RowCount)
     taken: RowCount = field(default_factory=RowCount)
-    first: int = 0
+    first: int | None = None
     last: int = -1
+    is_counted_here: bool = True
 
     def add(self, ids: Ids, owned: _Mask) -> None:
         """Count some rows, one or more, of which this store owns some."""
-        count = RowCount.of(ids)
         first, last = int(ids.min()), int(ids.max())
-        self.first = min(self.first, first) if self.rows.rows else first
-        self.last = max(self.last, last) if self.rows.rows else last
-        self.rows += count
-        self.taken += count if owned.all() else RowCount.of(ids[owned])
+        self.last = last if self.first is None else max(self.last, last)
+        self.first = first if self.first is None else min(self.first, first)
+        own = RowCount.of(ids[owned])
+        self.taken += own
+        if self.is_counted_here:
+            self.counted += own if own.rows == len(ids) else RowCount.of(ids)

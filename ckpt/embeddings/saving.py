@@ -146,7 +146,7 @@ class Tables:
         self._wait()
         for shard in self.shards:
             shard.check_idle()
-        self._base, self._unjudged = None, None
+        self._base = None
         place = normal_url(url)
         with OpenCheckpoint(place, storage_options) as checkpoint:
             restored = restore_tables(checkpoint, self.shards, selection)
@@ -156,7 +156,9 @@ class Tables:
             self._base = place
         self.missing = missing_of(shown, self.shards, restored, stored, selection)
         wanted = [table for table in stored if selection.takes_table(table, ["*"])]
-        own = Unjudged(shown, [each.taken for each in restored.values()], wanted)
+        earlier = () if self._unjudged is None else self._unjudged.taken
+        taken = [each for each in earlier if each.table not in restored]  # of a restore of other `parts`
+        own = Unjudged(shown, [*taken, *(each.taken for each in restored.values())], wanted)
         self._unjudged = judge_own(own, [shard.name for shard in self.shards])
         return {table: each.taken.taken.rows for table, each in restored.items()}
 

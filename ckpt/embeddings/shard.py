@@ -219,8 +219,7 @@ class TableShard:
         if first is None:
             ids, evicted = sorted_ids(cut.all_ids(), self.rows.order), self._unsaved.evicted
             kept: list[Generation] = []
-            with self.lock:
-                check_owned(self, ids)
+            check_owned(self, ids)
         else:
             assert self._chain is not None
             merged = _merged(changes[first:])

@@ -2,18 +2,20 @@
 
 The law (`test_law.py`) starts `hosts/<host>.py` once for each rank, in the host's own environment,
 with the life in the environment variable CKPT_LIFE. The script trains with `read_life`,
-`toy_model`, `batch` and, at its end, `report`.
+`toy_model`, `batch`, `Reading` and, at its end, `report`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import resource
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,8 +30,15 @@ import ckpt
 from ckpt.backends.posix import PosixStore
 from ckpt.backends.s3_protocol.store import S3ApiStore
 from ckpt.errors import NotFound
+from ckpt.options import DataOptions
+from ckpt.trainer_integration.dataloader import RescalableLoader
+from ckpt.trainer_integration.dataset import ShardedDataset
+from ckpt.trainer_integration.sources import MapSource
 
 WIDTH = 64
+SEQUENCES = 8
+"""Of all ranks in a step; 1, 2 and 4 ranks share them."""
+_FETCHED_AHEAD = 2
 _LIFE = "CKPT_LIFE"
 
 
@@ -108,6 +117,60 @@ def loss_of(model: nn.Module, step: int, width: int = WIDTH) -> torch.Tensor:
     """Compute the loss of a step."""
     inputs, targets = batch(step, width)
     return nn.functional.mse_loss(model(inputs), targets)
+
+
+class Reading:
+    """The data of a life: a loader, and a note of each sequence that was trained on.
+
+    Iterating fetches batches ahead of their use, as a loop does that moves them to a device.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self._notes = Path(life.scratch) / f"tokens-of-rank-{dist.get_rank()}"
+        self.loader = _loader(dist.get_rank(), dist.get_world_size())
+
+    def __iter__(self) -> Iterator[Any]:
+        fetched: deque[Any] = deque()
+        for each in self.loader:
+            fetched.append(each)
+            if len(fetched) > _FETCHED_AHEAD:
+                yield fetched.popleft()
+
+    def trained(self, step: int, used: Mapping[str, Any]) -> None:
+        """Record and note the batch that a step was made of."""
+        self.loader.record(used)
+        self.note(step, used["tokens"])
+
+    def note(self, step: int, tokens: torch.Tensor) -> None:
+        """Note the batch of a step; the host's adapter records it."""
+        with open(self._notes, "a") as notes:
+            notes.writelines(f"{json.dumps([step, sequence])}\n" for sequence in tokens.tolist())
+
+
+def _loader(rank: int, world_size: int) -> RescalableLoader:
+    """Make the loader of a rank. No token is twice among the documents."""
+    documents = [[100 * number + at for at in range(3 + 7 * number % 20)] for number in range(60)]
+    dataset = ShardedDataset(
+        MapSource(documents), sequence_length=4, options=DataOptions(positions=True),
+        rank=rank, world_size=world_size,
+    )  # fmt: skip
+    return RescalableLoader(dataset, batch_size=SEQUENCES // world_size)
+
+
+def tokens_by_step(steps: int) -> dict[int, list[list[int]]]:
+    """Return the sequences of each step of a run that nothing disturbs."""
+    batches = itertools.islice(_loader(0, 1), steps)
+    return {step: sorted(each["tokens"].tolist()) for step, each in enumerate(batches, 1)}
+
+
+def noted_tokens(life: Life) -> dict[int, list[list[int]]]:
+    """Return the sequences of each step that all ranks have noted, and remove the notes."""
+    noted: dict[int, list[list[int]]] = {}
+    for notes in Path(life.scratch).glob("tokens-of-rank-*"):
+        for step, sequence in map(json.loads, notes.read_text().splitlines()):
+            noted.setdefault(step, []).append(sequence)
+        notes.unlink()
+    return {step: sorted(sequences) for step, sequences in noted.items()}
 
 
 def place(root: str, step: int) -> str:

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import threading
 import warnings
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,10 @@ import ckpt
 from adapters.life import loss_of, toy_model
 from ckpt.backends.posix import PosixStore
 from ckpt.errors import ConfigurationError, LoadFailed, NotCommitted, SaveFailed, UnsafeContent
+from ckpt.options import DataOptions
+from ckpt.trainer_integration.dataloader import RescalableLoader
+from ckpt.trainer_integration.dataset import ShardedDataset
+from ckpt.trainer_integration.sources import MapSource
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -45,7 +50,7 @@ def package(name: str) -> SimpleNamespace:
     return SimpleNamespace(pl=pl, of=importlib.import_module(f"ckpt.trainer_integration.adapters.{name}"))
 
 
-def module_of(pl: Any, **hparams: Any) -> Any:
+def module_type(pl: Any, **hparams: Any) -> Any:
     class Toy(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -62,7 +67,11 @@ def module_of(pl: Any, **hparams: Any) -> Any:
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader([*range(100)], batch_size=None)  # type: ignore[arg-type]
 
-    return Toy()
+    return Toy
+
+
+def module_of(pl: Any, **hparams: Any) -> Any:
+    return module_type(pl, **hparams)()
 
 
 def trainer_of(
@@ -111,6 +120,35 @@ def test_a_run_in_two_parts_is_one_run(both: SimpleNamespace, tmp_path: Path) ->
     )  # by epoch, of which none has ended
     assert_same(weights(resumed), whole)
     assert committed(tmp_path / "run") == ["step=4.ckpt", "step=5.ckpt"]
+
+
+def test_loaders_go_on_behind_what_was_trained(both: SimpleNamespace, tmp_path: Path) -> None:
+    """Lightning fetches one batch ahead; with accumulation a step has several batches of each loader."""
+
+    class Reads(module_type(both.pl)):  # type: ignore[misc]
+        def training_step(self, batch: Any) -> torch.Tensor:
+            read.append([int(batch[name]["tokens"][0, 0]) for name in ("a", "b")])
+            loss: torch.Tensor = super().training_step(batch)
+            return loss
+
+        def train_dataloader(self) -> Any:
+            return {"a": loader_of(0), "b": loader_of(100)}
+
+    read: list[list[int]] = []
+    for steps in (2, 4):
+        callback = both.of.ModelCheckpoint(dirpath=str(tmp_path / "run"), every_n_train_steps=1)
+        trainer = trainer_of(both, tmp_path / "run", steps, callback=callback, accumulate_grad_batches=2)
+        trainer.fit(Reads(), ckpt_path="last")
+    first, second = (
+        [int(each["tokens"][0, 0]) for each in islice(loader_of(start), 8)] for start in (0, 100)
+    )
+    assert read == [[*pair] for pair in zip(first, second, strict=True)]
+
+
+def loader_of(start: int) -> RescalableLoader:
+    source = MapSource([[start + row] * 8 for row in range(64)])
+    dataset = ShardedDataset(source, sequence_length=8, options=DataOptions(positions=True))
+    return RescalableLoader(dataset, batch_size=2)
 
 
 def test_last_is_found_where_lightning_saves_by_default(both: SimpleNamespace, tmp_path: Path) -> None:

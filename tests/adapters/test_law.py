@@ -2,7 +2,8 @@
 
 Two ranks train with an adapter and die in a save, by SIGKILL. The next start, on another number of
 ranks where the framework allows it, finds the newest durable checkpoint, passes over the torn one,
-and ends bit for bit as the framework's own uninterrupted run, saved by its own means.
+and ends bit for bit as the framework's own uninterrupted run, saved by its own means. Its data are those of a run that
+nothing disturbed, token by token, though loops and frameworks fetch ahead of the training.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from support.servers import S3Server
 
 import ckpt
 from adapters.environments import end, python_of
-from adapters.life import Kill, Life, saves_s, timed
+from adapters.life import Kill, Life, noted_tokens, saves_s, timed, tokens_by_step
 
 _TORN_STEP = 6
 
@@ -148,9 +149,13 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(
         states = {listed.step: listed.state for listed in ckpt.list_checkpoints(life.root, depth=3)}
     assert states.get(_TORN_STEP) != "committed", states
 
+    before = noted_tokens(life)
     resumed = run_life(host, python, life, world_size=host.resumed_world_size, environ=environ)
-    assert resumed["resumed_step"] == _TORN_STEP - life.save_every
+    first_step = _TORN_STEP - life.save_every
+    assert resumed["resumed_step"] == first_step
     assert resumed["digests"] == references[host.id]
+    kept = {step: tokens for step, tokens in before.items() if step <= first_step}
+    assert kept | noted_tokens(life) == tokens_by_step(life.steps)
 
 
 def test_a_save_that_other_processes_write_is_measured_whole() -> None:

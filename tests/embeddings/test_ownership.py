@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import queue
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from support.ranks import run_ranks
 from support.row_stores import DictRows
 
 import ckpt
 from ckpt.embeddings import Column, DenseRows, Tables, TableShard
+from ckpt.embeddings.ownership import RowCount
 from ckpt.embeddings.rows import Ids, Order
+from ckpt.embeddings.shard import Due, entries_of
 from ckpt.errors import CheckpointError, ConfigurationError
 
 COLUMNS = {"values": Column(2, torch.float32)}
@@ -142,3 +148,71 @@ def test_dense_rows_end_with_64_bits(tmp_path: Path) -> None:
     for first in ((1 << 63) - 5, -(1 << 63)):
         dense(first, 5).save({}, tmp_path / f"{first}")
         assert dense(first, 5).restore(tmp_path / f"{first}") == {"user": 5}
+
+
+def _restore_wrong(rank: int, root: str) -> tuple[dict[str, str], list[str]]:
+    """Restore what only the next save can compare with other ranks; return its errors and warnings."""
+    logged: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    logging.getLogger("ckpt").addHandler(logging.handlers.QueueHandler(logged))
+    errors: dict[str, str] = {}
+
+    def save(case: str, tables: Tables) -> None:
+        try:
+            tables.save({}, f"{root}/{case}")
+        except CheckpointError as error:
+            errors[case] = str(error)
+
+    item = TableShard("item", DenseRows(3 * rank, values=torch.zeros(3)), shard=rank, shards=2)
+    for step in (1, 2):
+        Tables(*dense(50 * rank, 50, rank, 2).shards, item).save({}, f"{root}/step-{step}")
+    tables = dense(50 * rank, 50, rank, 2)
+    tables.restore(f"{root}/step-{1 + rank}", strict=False)
+    save("steps", tables)
+    tables = Tables(*dense(45 * rank, 45, rank, 2).shards, item)
+    for part in ("user", "item"):
+        tables.restore(f"{root}/step-1", parts=[part])
+    save("parts", tables)
+    tables = dense(50 * rank, 50, rank, 2)
+    if rank == 0:
+        tables.restore(f"{root}/step-1", parts=["user"])
+    save("one rank", tables)
+    dist.destroy_process_group()
+    tables = dense(45 * rank, 45, rank, 2)
+    tables.restore(f"{root}/step-1", parts=["user"])
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/ranks", 2), rank=rank, world_size=2)
+    save("before the group", tables)
+    return errors, [logged.get().getMessage() for _ in range(logged.qsize())]
+
+
+def test_a_save_judges_all_that_was_restored(tmp_path: Path) -> None:
+    """Ranks that restored other checkpoints, several `parts`, one rank of two, before there was a group."""
+    (errors, warnings), others = run_ranks(2, _restore_wrong, str(tmp_path))
+    assert errors.keys() == others[0].keys() == {"steps", "parts", "before the group"}
+    assert re.search("'user' from different checkpoints: rank 0 .*step-1, rank 1 .*step-2", errors["steps"])
+    assert all("rows 90 to 99" in errors[case] for case in ("parts", "before the group"))
+    assert "rank 0 has restored its shard of 'user'; no rank has restored shard 1" in warnings
+
+
+def test_rows_are_counted_whatever_divides_them() -> None:
+    """The halves of a range by one bit of a CRC have equal sums of ids, and of their squares."""
+    ids = np.arange(1024)
+    bits = np.array([zlib.crc32(int(id).to_bytes(8, "little")) & 1 for id in ids])
+    half = ids[bits == 0]
+    assert 2 * len(half) == len(ids)
+    assert 2 * (half**2).sum() == (ids**2).sum()
+    assert RowCount.of(half) + RowCount.of(half) != RowCount.of(ids)
+    assert RowCount.of(half) + RowCount.of(ids[bits == 1]) == RowCount.of(ids)
+
+
+def test_rows_that_two_ranks_saved_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Older versions saved them, as where all ranks gave `first_id=0`."""
+    entries: dict[str, torch.Tensor] = {}
+    for number in (0, 1):
+        rows = DenseRows(3 * number, values=torch.full((5,), float(number)))
+        shard = TableShard("user", rows, shard=number, shards=2)
+        shard.begin()
+        for name, value in entries_of(shard.choose()).items():
+            entries[name] = value.read() if isinstance(value, Due) else value
+    ckpt.save({"tables": entries}, tmp_path / "0")
+    assert dense(0, 10).restore(tmp_path / "0") == {"user": 10}
+    assert "shards 0 and 1 of the table 'user' both have rows 3 to 4" in caplog.text

@@ -13,6 +13,7 @@ from support.row_stores import DictRows
 
 import ckpt
 from ckpt.embeddings import Column, DenseRows, Tables, TableShard
+from ckpt.embeddings.rows import Ids, Rows
 from ckpt.errors import ConfigurationError, LoadFailed, SaveFailed
 
 
@@ -95,6 +96,32 @@ def test_a_table_more_or_less_is_named(saved: Path, caplog: pytest.LogCaptureFix
         ConfigurationError, match=r"'values' .* float32 x 3 here and float32 x 2 in the checkpoint"
     ):
         Tables(wide).restore(saved, strict=False)
+
+
+def test_no_row_changes_before_all_tables_fit(saved: Path) -> None:
+    shard = user(0.0, adagrad=torch.zeros(20))
+    wide = TableShard("item", DenseRows(0, values=torch.zeros(20, 3)))
+    with pytest.raises(ConfigurationError, match="float32 x 3 here"):
+        Tables(shard, wide).restore(saved)
+    assert values_of(shard) == [0.0] * 20
+
+
+def test_zeros_of_wide_columns_are_written_in_steps(tmp_path: Path) -> None:
+    """However narrow the stored columns are: a batch of theirs holds many rows."""
+    narrow, ids = DictRows({"count": Column(1, torch.int32)}), np.arange(1000)
+    narrow.write(ids, {"count": torch.ones(1000, 1, dtype=torch.int32)})
+    Tables(TableShard("user", narrow)).save({}, tmp_path / "0")
+    sizes: list[int] = []
+
+    class Wide(DictRows):
+        def write(self, ids: Ids, rows: Rows) -> None:
+            sizes.append(rows["values"].nbytes)
+            super().write(ids, rows)
+
+    wide = Wide({**narrow.columns, "values": Column(16 << 10, torch.float32)})
+    assert Tables(TableShard("user", wide)).restore(tmp_path / "0", strict=False) == {"user": 1000}
+    assert len(wide.rows) == 1000
+    assert max(sizes) <= 20 << 20
 
 
 def test_the_manager_restores_a_table_more_and_names_it(tmp_path: Path) -> None:

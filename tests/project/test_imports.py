@@ -11,7 +11,11 @@ from support.rooms import ROOMS, ROOT, imports, may_use, mermaid, modules, room_
 
 MODULES = modules()
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
-BENCHMARKS = [path for path in BENCHMARKS if not {".venv-peers", ".venv-mlperf"}.intersection(path.parts)]
+BENCHMARKS = [
+    path
+    for path in BENCHMARKS
+    if not {".venv-peers", ".venv-data-peers", ".venv-mlperf"}.intersection(path.parts)
+]
 SDKS = {
     "boto3": "ckpt.backends.s3",
     "botocore": "ckpt.backends.s3",

@@ -15,8 +15,11 @@ from support.snippets import PAGES, data, reader, run_page, snippets
 from support.strict_s3 import StrictS3
 
 import ckpt
+from ckpt.backends.base import put_bytes
+from ckpt.backends.registry import open_store
 from ckpt.cli.app import app
 from ckpt.state import training_state
+from ckpt.trainer_integration.token_files import write_token_file
 
 GUIDES = tuple(page for page in PAGES if page.startswith("docs/guides/") and not page.endswith("README.md"))
 """Every block of theirs runs: Python, the new lines of diffs, and commands."""
@@ -119,6 +122,14 @@ def test_a_page_runs_from_top_to_bottom(page: str, elsewhere: Path, iam: IamServ
     run_page(page, ("python", *diffs, *commands), mine)
 
 
+def _upload_data(url: str) -> None:
+    write_token_file("web.bin", [[n + 1] * 5000 for n in range(8)])
+    store = open_store(url)
+    for name in ("web-00000.bin", "web-00001.bin"):
+        put_bytes(store, name, Path("web.bin").read_bytes())
+        put_bytes(store, f"{name}.offsets.npy", Path("web.bin.offsets.npy").read_bytes())
+
+
 def _leave_what_the_page_had_before(page: str, mine: dict[str, Any]) -> None:
     """Put what earlier runs of the reader have left to where the page reads it."""
     state = mine["state_dict"]
@@ -130,6 +141,7 @@ def _leave_what_the_page_had_before(page: str, mine: dict[str, Any]) -> None:
         ckpt.save({**state}, url)
     if page == "docs/dataloader.md":
         mine |= data(Path.cwd())
+        _upload_data("s3://bucket/corpus")
         parts = {name: mine[name] for name in ("model", "optimizer")}
         ckpt.save({**parts, "loader": mine["positions"]}, f"{mine['run']}/step-1000")
     if page == "docs/trainer.md":

@@ -362,6 +362,19 @@ ROOMS: Mapping[str, Room] = {
             _REGISTRY,
             "ckpt.trainer_integration.run",
             "ckpt.trainer_integration.data_order",
+            "ckpt.trainer_integration.data_store",
+        ),
+    ),
+    "ckpt.trainer_integration.data_store": Room(
+        "files of data in stores, read ahead of use in checked blocks",
+        (
+            "ckpt.errors",
+            *_CONTRACT,
+            "ckpt.backends.paths",
+            _REGISTRY,
+            "ckpt.consistency.checksums",
+            "ckpt.whole_files",
+            "ckpt.trainer_integration.sources",
         ),
     ),
     "ckpt.trainer_integration.run": Room(

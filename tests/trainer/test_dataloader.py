@@ -16,55 +16,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.loaders import Merged, Numbered, merged
 from support.rooms import ROOT
 from support.tiers import examples
 
 from ckpt.errors import CheckpointError, ConfigurationError, FormatError
 from ckpt.options import DataOptions
 from ckpt.trainer_integration.data_order.permutation import Permutation
+from ckpt.trainer_integration.data_order.schedule import Schedule
 from ckpt.trainer_integration.dataloader import RescalableLoader
 from ckpt.trainer_integration.dataset import ShardedDataset
 from ckpt.trainer_integration.sources import MapSource
 
 PAD = -1
 KINDS = ("global", "shards")
-
-
-class Numbered(MapSource):
-    """Documents in which no token appears twice, so that a token tells where it comes from.
-
-    `kind`: of the order in which they are read; lengths are known where it is "global".
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], *, first: int = 0, cut_every: int = 10**9, kind: str = "global"
-    ) -> None:
-        ends = [first, *(first + end for end in itertools.accumulate(lengths))]
-        super().__init__([np.arange(*pair) for pair in itertools.pairwise(ends)], dtype=np.int64)
-        self.all_tokens = range(first, ends[-1])
-        self._cut_every = cut_every
-        self._counts = kind == "global"
-
-    def cuts(self, start: int, stop: int) -> Sequence[int]:
-        return [cut for cut in range(0, stop, self._cut_every) if start < cut < stop]
-
-
-Merged = dict[str, Any]
-
-
-def merged(loaders: Sequence[RescalableLoader]) -> Merged:
-    """What a checkpoint holds when all ranks have saved."""
-    states = [loader.state_dict() for loader in loaders]
-    assert len({state["settings"] for state in states}) == 1
-    united: Merged = {"settings": states[0]["settings"]}
-    for state in states:
-        if "ranks" in state:
-            united.setdefault("ranks", {}).update(state["ranks"])
-        for name, of_rank in state.get("positions", {}).items():
-            positions = united.setdefault("positions", {}).setdefault(name, {})
-            assert not positions.keys() & of_rank.keys(), "a shard has two owners"
-            positions |= of_rank
-    return united
 
 
 def loaders_of(
@@ -211,6 +176,48 @@ def test_ranks_in_step_read_the_same_global_batches_on_any_world_size(
     assert steps([1] * 5) == steps([4, 6, 3, 1, 4]) == steps([12, 2, 12, 6, 3])
 
 
+@settings(max_examples=examples(60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 7, 0.1, 0.3, 0.7, 1 / 3, 1000, 0.001]), st.integers(0, 200)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+    st.sampled_from(["drop", "stop", "repeat"]),
+    st.integers(1, 90),
+    st.integers(0, 300),
+)
+def test_a_schedule_is_the_same_however_it_is_gone_through(
+    sources: list[tuple[float, int]], ends: bool, on_exhausted: Any, at_once: int, skipped: int
+) -> None:
+    """Whatever number of sequences is planned at a time; and what a state says of it is what was read."""
+
+    def made() -> Schedule:
+        weights, limits = ([*each] for each in zip(*sources, strict=True))
+        return Schedule(weights, [0] * len(weights), limits if ends else None, on_exhausted)
+
+    whole = made().take(400)[0].tolist()
+    schedule = made()
+    parts: list[int] = []
+    while len(parts) < 400 and (part := schedule.take(at_once)[0].tolist()):
+        parts += part
+    assert parts[:400] == whole
+    schedule = made()
+    schedule.skip(skipped)
+    assert schedule.read == [whole[:skipped].count(source) for source in range(len(sources))]
+
+
+def test_sources_are_read_in_one_order_whatever_that_of_their_names() -> None:
+    sources = {"a": Numbered([8] * 50), "b": Numbered([8] * 50, first=10_000)}
+    options: dict[str, Any] = {"world_size": 2, "sequence_length": 8, "epochs": 1, "pad_token": PAD}
+    read: list[int] = []
+    for rank, names in enumerate(("ab", "ba")):
+        dataset = ShardedDataset({name: sources[name] for name in names}, rank=rank, **options)
+        read += [token for batch in RescalableLoader(dataset, batch_size=1) for token in tokens_of(batch)]
+    assert sorted(read) == [*range(400), *range(10_000, 10_400)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sources_are_mixed_by_weight_on_every_rank(kind: str) -> None:
     sources = {"a": Numbered([50] * 40, kind=kind), "b": Numbered([50] * 40, first=100_000, kind=kind)}
@@ -246,6 +253,22 @@ def test_same_seed_same_order() -> None:
     assert run(1) == run(1)
     assert run(1) != run(2)
     assert sorted(token for batch in run(None)[:1] for row in batch for token in row)[:8] == [*range(8)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_seed_documents_come_as_they_are_stored(kind: str, world_size: int) -> None:
+    """As a whole, however many shards they are dealt to."""
+    source = Numbered([8] * 200, kind=kind)
+    options: dict[str, Any] = {
+        "shards": 40,
+        "seed": None,
+        "sequence_length": 8,
+        "epochs": 1,
+        "pad_token": PAD,
+    }
+    steps = zip(*loaders_of(source, world_size, None, **options), strict=True)
+    assert [token for step in steps for batch in step for token in tokens_of(batch)] == [*source.all_tokens]
 
 
 def test_another_epoch_has_another_order() -> None:
@@ -330,6 +353,22 @@ def test_documents_without_tokens_at_the_very_end(kind: str) -> None:
     assert rows(loader, 9) == []
 
 
+def test_one_document_without_tokens() -> None:
+    """It can be all that a shard has in an epoch."""
+    (loader,) = loaders_of(Numbered([8] * 19 + [0], kind="shards"), 1, None, sequence_length=8)
+    assert len(rows(loader, 100)) == 100
+
+
+def test_uneven_blocks_give_each_shard_documents() -> None:
+    class Uneven(Numbered):
+        def cuts(self, start: int, stop: int) -> Sequence[int]:
+            return [cut for cut in range(1, 10) if start < cut < stop]
+
+    source = Uneven([8] * 100, kind="shards")
+    (loader,) = loaders_of(source, 1, None, sequence_length=8, epochs=1, pad_token=PAD)
+    assert sorted(token for batch in loader for token in tokens_of(batch)) == [*source.all_tokens]
+
+
 def test_no_tokens_at_all() -> None:
     (loader,) = loaders_of(
         Numbered([4, 0, 4, 0], kind="shards"), 1, None, shards=2, seed=None, sequence_length=4
@@ -379,6 +418,58 @@ def test_an_iteration_begins_where_the_last_ended(kind: str) -> None:
     assert rows(parts, 4) + rows(parts, 1) + rows(parts, 5) == rows(whole, 10)
 
 
+def test_fewer_epochs_than_were_read() -> None:
+    """A run that has none left to read keeps its place."""
+    source = Numbered([8] * 10)
+    (first,) = loaders_of(source, 1, None, sequence_length=8)
+    rows(first, 25)
+    (ended,) = loaders_of(source, 1, first.state_dict(), sequence_length=8, epochs=1, pad_token=PAD)
+    assert rows(ended, 9) == []
+    (third,) = loaders_of(source, 1, ended.state_dict(), sequence_length=8)
+    assert third.epoch == 2
+    assert rows(third, 5) == rows(first, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_without_weight_does_not_count_for_the_epoch(kind: str) -> None:
+    sources = {"a": Numbered([8] * 10, kind=kind), "b": Numbered([8] * 10, first=1000, kind=kind)}
+    (loader,) = loaders_of(sources, 1, None, shards=2, sequence_length=8, weights={"a": 1, "b": 0})
+    rows(loader, 20)
+    assert loader.epoch == 2
+
+
+def test_a_batch_is_noted_once_and_in_its_iteration() -> None:
+    """Also if it is recorded twice, or when the next iteration has begun."""
+
+    def made() -> RescalableLoader:
+        return loaders_of(
+            Numbered([8] * 40), 1, None, sequence_length=8, options=DataOptions(positions=True)
+        )[0]
+
+    loader = made()
+    batches = [*itertools.islice(loader, 4)]
+    for batch in (batches[0], batches[0], batches[1]):
+        loader.record(batch)
+    iter(loader)
+    loader.record(batches[2])
+    loader.record(batches[0])
+    state = loader.state_dict()
+    assert state["ranks"]["00000-of-00001"].tolist()[:2] == [3, 0]
+    again = made()
+    again.load_state_dict(state)
+    assert torch.equal(next(iter(again))["tokens"], batches[3]["tokens"])
+
+
+@pytest.mark.parametrize("lengths", [[4] * 10, [8] * 50], ids=["fewer and shorter", "more"])
+def test_other_data_with_other_documents_go_on(lengths: list[int]) -> None:
+    options: dict[str, Any] = {"shards": 1920, "sequence_length": 5}
+    (first,) = loaders_of(Numbered([8] * 40, kind="shards"), 1, None, **options)
+    rows(first, 30)
+    allowed = DataOptions(allow_other_data=True)
+    (other,) = loaders_of(Numbered(lengths, kind="shards"), 1, first.state_dict(), options=allowed, **options)
+    assert len(rows(other, 40)) == 40
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stale_iteration_stops(kind: str) -> None:
     (loader,) = loaders_of(Numbered([9] * 60, kind=kind), 1, None, shards=5, sequence_length=8)
@@ -389,6 +480,15 @@ def test_a_stale_iteration_stops(kind: str) -> None:
     with pytest.raises(CheckpointError, match="begin a new iteration"):
         next(stale)
     assert torch.equal(next(iter(loader)), first)
+    (ending,) = loaders_of(
+        Numbered([9], kind=kind), 1, None, shards=1, sequence_length=9, epochs=1, pad_token=PAD
+    )
+    state = ending.state_dict()
+    stale = iter(ending)
+    next(stale)
+    ending.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="begin a new iteration"):
+        next(stale)
 
 
 def test_the_state_is_a_few_numbers_where_lengths_are_known() -> None:
@@ -527,6 +627,22 @@ def test_positions_that_cannot_be_are_refused(position: list[int]) -> None:
         loader.load_state_dict(state)
     with pytest.raises(FormatError, match="settings"):
         loader.load_state_dict({**loader.state_dict(), "settings": "{"})
+
+
+def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
+    (loader,) = loaders_of(Numbered([9] * 60, kind="shards"), 1, None, shards=5, sequence_length=8)
+    state = loader.state_dict()
+    rows(loader, 12)
+    before = loader.state_dict()
+    own = state["positions"]["data"]
+    with pytest.raises(FormatError, match="shard 4: missing"):
+        loader.load_state_dict(
+            {**state, "positions": {"data": {name: rows_[:-1] for name, rows_ in own.items()}}}
+        )
+    after = loader.state_dict()
+    assert all(
+        torch.equal(after["positions"]["data"][name], before["positions"]["data"][name]) for name in own
+    )
 
 
 def test_an_offset_beyond_its_document() -> None:

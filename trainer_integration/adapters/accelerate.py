@@ -14,6 +14,7 @@ from ckpt.api import load, save
 from ckpt.errors import ConfigurationError
 from ckpt.state import ModelState, OptimizerState, RandomState
 from ckpt.trainer_integration.adapters.host import require_host
+from ckpt.trainer_integration.dataset import ShardedDataset
 
 require_host("accelerate", oldest="1.12", before="2")
 
@@ -56,7 +57,7 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: nothing was prepared, or it is sharded by DeepSpeed, Megatron-LM or torch_xla,
-            or hooks of `register_save_state_pre_hook` want to write files.
+            or hooks of `register_save_state_pre_hook` want to write files, or a `ShardedDataset` was prepared.
     """
     models, optimizers = accelerator._models, [each.optimizer for each in accelerator._optimizers]
     _check(accelerator, models, optimizers)
@@ -117,6 +118,13 @@ def _check(accelerator: Accelerator, models: Sequence[Any], optimizers: Sequence
         raise ConfigurationError(
             f"{len(models)} models with {len(optimizers)} optimizers: which belongs to which is not known; prepare "
             "one optimizer for each model, in the same order"
+        )
+    # An IterableDatasetShard has the data set within.
+    data = [getattr(each.dataset, "dataset", each.dataset) for each in accelerator._dataloaders]
+    if accelerator.num_processes > 1 and any(isinstance(each, ShardedDataset) for each in data):
+        raise ConfigurationError(
+            "a ShardedDataset has each rank's own data, which accelerate would deal out again: leave it out of prepare(), "
+            "iterate over a RescalableLoader, and register_for_checkpointing() that"
         )
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
         raise ConfigurationError(

@@ -98,7 +98,9 @@ class Checkpointer:
         lacking = _add_initial_lr(optimizer)
         text = json.dumps({**metadata, "step": step, _LACKING: lacking}, default=_plain)
         parts = {**_parts(model, optimizer), "metadata": text}
-        if dataloader is not None and not _in_workers(dataloader):
+        if _is_rescalable(dataloader):
+            parts["loader"] = dataloader
+        elif dataloader is not None and not _in_workers(dataloader):
             parts["loader_state"] = {f"rank-{dist.get_rank():05d}": _loader_state(dataloader.dataset)}
         numbers = {name: value for name, value in metadata.items() if isinstance(value, int | float)}
         try:
@@ -203,6 +205,9 @@ class Checkpointer:
         """Let the dataset take its state after `step`: that of the checkpoint, or of files that it keeps itself."""
         if dataloader is None:
             return
+        if _is_rescalable(dataloader):
+            api.load({"loader": dataloader}, place, **self._options)
+            return
         dataset, in_workers = dataloader.dataset, _in_workers(dataloader)
         with tempfile.TemporaryDirectory() as scratch:
             if self._is_native(place):
@@ -262,6 +267,11 @@ def _add_initial_lr(optimizer: Any) -> list[int]:
 def _drop_initial_lr(optimizer: Any, lacking: list[int]) -> None:
     for index in lacking if optimizer is not None else ():
         del optimizer.param_groups[index]["initial_lr"]
+
+
+def _is_rescalable(dataloader: Any) -> bool:
+    """Tell whether this is a `RescalableLoader`, whose state is a part of a checkpoint."""
+    return hasattr(dataloader, "state_dict_of_all_ranks")
 
 
 def _in_workers(dataloader: Any) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,8 @@ from ckpt.format.names import step_of
 from ckpt.state import ModelState, OptimizerState, RandomState, training_state
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.adapters.host import require_host
+from ckpt.trainer_integration.dataloader import RescalableLoader
+from ckpt.trainer_integration.dataset import ShardedDataset
 from ckpt.trainer_integration.manager import CheckpointManager
 
 require_host("transformers", oldest="5.10", before="6")
@@ -55,7 +57,8 @@ class Trainer(_Native):
         checkpoints: keywords of `CheckpointManager`, such as `keep`, `storage_options` and `async_mode`.
             Without `keep`, `save_total_limit` counts. `save` adds rules to Trainer's `save_strategy`, such
             as `saving.on_preemption()`.
-        args, kwargs: as for `Trainer`.
+        args, kwargs: as for `Trainer`. `train_dataset` may be a `RescalableLoader` with `DataOptions(positions=True)`: its
+            tokens are `input_ids` and `labels`, it needs `max_steps`, and its positions are saved.
 
     Attributes:
         checkpoints: the `CheckpointManager`.
@@ -75,6 +78,9 @@ class Trainer(_Native):
             call["args"] = copy.copy(given)  # the caller may make a second Trainer of it
             call["args"].output_dir = os.path.join(_LOCAL_FOLDER, root.rpartition("/")[2])
         super().__init__(**call)
+        if isinstance(self.train_dataset, RescalableLoader):  # its state says where it is
+            self.args = copy.copy(self.args)
+            self.args.ignore_data_skip = True
         self.checkpoint_root = root or normal_url(self.args.output_dir)
         _refuse_unsupported(self)
         options = {**self.checkpoint_options, **(checkpoints or {})}
@@ -166,6 +172,20 @@ class Trainer(_Native):
         finally:
             self.args = own
 
+    def get_train_dataloader(self) -> Any:
+        loader = self.train_dataset
+        return _Inputs(loader) if isinstance(loader, RescalableLoader) else super().get_train_dataloader()
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Train on a batch; one of a `RescalableLoader` is recorded."""
+        loader = self.train_dataset
+        if not isinstance(loader, RescalableLoader):
+            return super().training_step(model, inputs, *args, **kwargs)
+        position = {name: inputs.pop(name) for name in ("shard", "position")}
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        loader.record(position)
+        return loss
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
@@ -226,6 +246,18 @@ class Trainer(_Native):
         super()._load_rng_state(checkpoint)
         if self._restoring is not None:
             RandomState().load_state_dict(self._random_state)
+
+
+class _Inputs:
+    """Make a loader's batches the inputs of a causal language model."""
+
+    def __init__(self, loader: RescalableLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._loader:
+            tokens = batch.pop("tokens")
+            yield {"input_ids": tokens, "labels": tokens, **batch}
 
 
 def install(**checkpoints: Any) -> None:
@@ -291,6 +323,8 @@ def _parts_of(trainer: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"model": _model_state(trainer)}
     if trainer.is_world_process_zero():
         state["trainer_state"] = _TrainerState(trainer)
+    if isinstance(trainer.train_dataset, RescalableLoader):
+        state["loader"] = trainer.train_dataset
     if not trainer.args.save_only_model:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         state["optimizer"] = OptimizerState(trainer.model, optimizer)
@@ -314,11 +348,17 @@ def _keep_rule(args: Any, keep: Any) -> keeping.KeepRule | None:
 
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise ConfigurationError for what cannot be saved, or would be left out of a checkpoint."""
-    args, version = trainer.args, transformers.__version__
+    args, data, version = trainer.args, trainer.train_dataset, transformers.__version__
     overridden = [name for name in vars(Trainer) if name.startswith("_") and not name.startswith("__")]
     missing = [name for name in overridden if not hasattr(_Native, name)]
     wrong = {
         f"transformers {version} has no Trainer.{', '.join(missing)}: use another version": missing,
+        "a RescalableLoader needs a data set with options=DataOptions(positions=True) here": (
+            isinstance(data, RescalableLoader) and not data.dataset.options.positions
+        ),
+        "a ShardedDataset has each rank's own data, which Trainer would deal out again: pass "
+        "train_dataset=RescalableLoader(dataset, batch_size=...)": isinstance(data, ShardedDataset)
+        and args.world_size > 1,
         "DeepSpeed shards and saves in a way of its own: use FSDP, or Trainer without this adapter": (
             trainer.is_deepspeed_enabled
         ),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.api import async_save, load, save
 from ckpt.collective import place_of
@@ -302,7 +303,10 @@ class Sharded(_Base):
 
 
 class Finding(_Base):
-    """Find the newest durable checkpoint in `dirpath` for `ckpt_path="last"`, whatever its name."""
+    """Find the newest durable checkpoint in `dirpath` for `ckpt_path="last"`, whatever its name.
+
+    Batches of a `RescalableLoader` are recorded when they are trained on, and checkpoints have its positions of all ranks.
+    """
 
     _last: str | None = None
 
@@ -315,6 +319,7 @@ class Finding(_Base):
                 "or ModelParallelStrategy of the adapter, or with one device or DDP plugins=[CheckpointIO()]"
             )
         super().setup(trainer, pl_module, stage)
+        self._since_step: list[Any] = []
         # Each rank has looked for itself, before it could talk to the others: some that load and some
         # that do not would wait for each other.
         _agree(strategy, 'ckpt_path="last"', self._last)
@@ -322,6 +327,26 @@ class Finding(_Base):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         _agree(trainer.strategy, "the step gone on from", checkpoint.get("global_step"))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._since_step.append(batch)
+        if not trainer.fit_loop.epoch_loop._should_accumulate():  # the optimizer has made its step
+            for each in self._since_step:
+                _record(trainer.fit_loop._combined_loader.iterables, each)
+            self._since_step.clear()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Replace the positions of a loader by those of all ranks: Lightning saves the first rank's."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        loaders = trainer.fit_loop._combined_loader.flattened if states else []
+        stateful = [loader for loader in loaders if isinstance(loader, Stateful)]
+        for number, loader in enumerate(stateful):
+            if hasattr(loader, "state_dict_of_all_ranks"):
+                states[number] = loader.state_dict_of_all_ranks()
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         saving = _saving_of(trainer.strategy)
@@ -337,6 +362,18 @@ class Finding(_Base):
             warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available")
             _logger.info("there is no checkpoint to resume from yet: the training begins at its first step")
         return found
+
+
+def _record(loaders: Any, batch: Any) -> None:
+    """Record a batch that was trained on, or each loader's of a list or dict; None of one that ended before the others."""
+    if isinstance(loaders, Mapping):
+        for name, loader in loaders.items():
+            _record(loader, batch[name])
+    elif isinstance(loaders, list | tuple):
+        for loader, part in zip(loaders, batch, strict=True):
+            _record(loader, part)
+    elif hasattr(loaders, "state_dict_of_all_ranks") and batch is not None:
+        loaders.record(batch)
 
 
 def _agree(strategy: Any, name: str, value: Any) -> None:

@@ -20,7 +20,9 @@ class Agreement:
     others compare. Ranks without a data set are not waited for."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size, self._number = rank, world_size, next(_made)
+        self._rank, self._world_size = rank, world_size
+        # One rank alone can have data sets of its own, which the others do not count.
+        self._number = next(_made) if world_size > 1 else 0
         self._begun = 0
 
     def check(self, settings: Mapping[str, Any]) -> None:
@@ -29,7 +31,7 @@ class Agreement:
         if self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         own = json.dumps(settings, sort_keys=True)
-        key = f"ckpt-data/{self._number}/{self._begun}/{self._world_size}/{','.join(settings['sources'])}"
+        key = f"ckpt-data/{self._number}/{self._begun}/{self._world_size}/{','.join(sorted(settings['sources']))}"
         store = default_store()
         stored = store.compare_set(key, "", json.dumps([self._rank, own])).decode()
         rank, first = json.loads(stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,12 +12,14 @@ import torch
 
 from ckpt.errors import ConfigurationError, FormatError
 from ckpt.format.bounds import MAX_RANKS
-from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream
+from ckpt.trainer_integration.data_order.epoch_stream import Cut, EpochStream, Piece
 from ckpt.trainer_integration.data_order.permutation import Permutation
 from ckpt.trainer_integration.data_order.plan import Plan, Sample
 from ckpt.trainer_integration.data_order.schedule import Schedule
 from ckpt.trainer_integration.sources import Tokens
 
+SEQUENCES_AHEAD = 32
+"""Sequences that each process that reads has fetched ahead, where documents are in a store."""
 _AT_ONCE = 1 << 12
 """Sequences of all ranks that are planned at a time."""
 _MAX_AHEAD = 1 << 24
@@ -63,27 +66,50 @@ class _Reader:
         """Return where the sequence begins that follows `count` others."""
         tokens = self.start.tokens + count * self._length
         if self._plan.epochs is not None and self._plan.options.on_exhausted != "repeat":
-            tokens = min(tokens, (self._plan.epochs - self.start.epoch) * self._tokens)
+            end = (self._plan.epochs - self.start.epoch) * self._tokens
+            # A run can have read more epochs than it has now.
+            tokens = min(tokens, max(end, self.start.tokens))
         epochs, tokens = divmod(tokens, self._tokens)
         cut = self._cut(self.start.epoch + epochs)
         sequences = self.start.sequences + count
         return SourcePosition(self.start.epoch + epochs, tokens, cut.head, cut.sequence_length, sequences)
 
-    def read(self, number: int) -> Tokens:
-        """Read a sequence; the last one of all epochs can be shorter."""
-        plan = self._plan
-        sequence = np.empty(self._length, plan.sources[self._name].dtype)
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """List what a sequence is made of; the last one of all epochs can be shorter."""
         filled = 0
         while filled < self._length:
             epochs, start = divmod(self.start.tokens + number * self._length + filled, self._tokens)
             epoch = self.start.epoch + epochs
-            if plan.ends_at(epoch):
-                break
+            if self._plan.ends_at(epoch):
+                return
             count = min(self._length - filled, self._tokens - start)
-            for piece in self._epoch(epoch).pieces(self._cut(epoch), start, count):
-                plan.copy(self._name, piece, sequence[filled:])
-                filled += piece.tokens
+            yield from self._epoch(epoch).pieces(self._cut(epoch), start, count)
+            filled += count
+
+    def read(self, pieces: Iterable[Piece]) -> Tokens:
+        """Read a sequence; it is shorter where a document is skipped."""
+        sequence = np.empty(self._length, self._plan.sources[self._name].dtype)
+        filled = 0
+        for piece in pieces:
+            filled += self._copy(piece, sequence[filled:])
         return sequence[:filled]
+
+    def ahead(self, pieces: Iterable[Piece]) -> None:
+        """Begin to fetch a sequence."""
+        if not self._plan.sources[self._name].reads_ahead:
+            return
+        for piece in pieces:
+            self._plan.ahead(self._name, piece.document, piece.offset, piece.offset + piece.tokens)
+
+    def _copy(self, piece: Piece, room: Tokens) -> int:
+        """Copy a piece of a document; return how many tokens, 0 if it is skipped."""
+        try:
+            self._plan.copy(self._name, piece, room)
+        except FormatError as error:
+            if not self._plan.skips(self._name, piece.document, error):
+                raise
+            return 0
+        return piece.tokens
 
     def _cut(self, epoch: int) -> Cut:
         if epoch not in self._cuts:
@@ -108,12 +134,34 @@ class _Reader:
         return self._streams[epoch]
 
 
+class _Turn(NamedTuple):
+    """A sequence that is read; without a reader, one that other ranks have and this one lacks."""
+
+    turn: int
+    source: int = 0
+    reader: _Reader | None = None
+    pieces: Iterable[Piece] = ()
+
+
+def _read_ahead(turns: Iterator[_Turn]) -> Iterator[_Turn]:
+    """Yield turns; the next ones are being fetched."""
+    waiting: deque[_Turn] = deque()
+    for turn in turns:
+        if (reader := turn.reader) is not None:
+            turn = turn._replace(pieces=[*turn.pieces])
+            reader.ahead(turn.pieces)
+        waiting.append(turn)
+        if len(waiting) > SEQUENCES_AHEAD:
+            yield waiting.popleft()
+    yield from waiting
+
+
 @dataclass
 class _Base:
     """Where reading begins: a position of each source, and sequences from it on that were read already, by number.
 
     Attributes:
-        turns: of each rank between the last load and here.
+        turns: of this rank between the last load and here: the number of its first one here.
     """
 
     positions: dict[str, SourcePosition]
@@ -137,7 +185,7 @@ class GlobalOrder:
 
     def _begin(self, base: _Base) -> None:
         self._base = base
-        self._read_to = 0  # turns of this rank, all of which have been used
+        self._read_to = base.turns  # turns of this rank since the last load, all of which have been used
         self._read_ahead: set[int] = set()
         self._readers: dict[str, _Reader] | None = None
         self._frontier: tuple[int, Schedule] | None = None
@@ -146,7 +194,8 @@ class GlobalOrder:
     @property
     def readers(self) -> dict[str, _Reader]:
         if self._readers is None:
-            names = [name for name, weight in self._plan.weights.items() if weight]
+            # In one order on all ranks, whatever theirs is: it decides between sequences that are due at the same time.
+            names = sorted(name for name, weight in self._plan.weights.items() if weight)
             begin = self._base.positions
             self._readers = {
                 name: _Reader(self._plan, name, begin[name], self._streams[name]) for name in names
@@ -161,6 +210,10 @@ class GlobalOrder:
         if plan.epochs is not None:
             limits = [n + r.remaining(plan.epochs) for n, r in zip(read, self.readers.values(), strict=True)]
         return Schedule([plan.weights[name] for name in names], read, limits, plan.options.on_exhausted)
+
+    def _slot(self, turn: int) -> int:
+        """Return the number of a turn's sequence, counted from the base."""
+        return (turn - self._base.turns) * self._plan.world_size + self._plan.rank
 
     parts: int | None = None
     """Any number can read at the same time."""
@@ -180,32 +233,40 @@ class GlobalOrder:
         self, part: Mapping[str, Any], first: int, step: int, taken: torch.Tensor | None = None
     ) -> Iterator[Sample]:
         """Read the sequences of a part."""
+        turns = self._turns(part["turn"], first, step)
+        if self._plan.reads_ahead:
+            turns = _read_ahead(turns)
+        for each in turns:
+            if each.reader is None:
+                yield Sample(0, (each.turn,), np.empty(0, np.int64), is_filler=True)
+            else:
+                tokens = each.reader.read(each.pieces)
+                yield Sample(each.source, (each.turn,), tokens, is_filler=not len(tokens))
+
+    def _turns(self, begin: int, first: int, step: int) -> Iterator[_Turn]:
+        """List the sequences of a part from a turn on."""
         plan = self._plan
         readers = [*self.readers.values()]
-        turn = part["turn"] + (self._read_to + first - part["turn"]) % step
+        turn = begin + (self._read_to + first - begin) % step
+        if turn < self._base.turns:
+            raise ConfigurationError(
+                "the data set has read further than this state of torchdata's says: make a new one"
+            )
         last = 0
         for start, sources, numbers in self._blocks():
             end = start + len(sources)
-            while (slot := turn * plan.world_size + plan.rank) < end:
+            while (slot := self._slot(turn)) < end:
                 if turn not in self._read_ahead and slot not in self._base.ahead:
-                    reader = readers[int(sources[slot - start])]
+                    source = int(sources[slot - start])
+                    reader = readers[source]
                     number = int(numbers[slot - start]) - reader.start.sequences
-                    yield Sample(int(sources[slot - start]), (turn,), self._read(reader, number))
+                    yield _Turn(turn, source, reader, reader.pieces(number))
                 turn += step
             last = end
         if (
-            turn * plan.world_size < last
+            self._slot(turn) - plan.rank < last
         ):  # other ranks have one more sequence: all make the same number of steps
-            yield Sample(0, (turn,), np.empty(0, np.int64), is_filler=True)
-
-    def _read(self, reader: _Reader, number: int) -> Tokens:
-        """Read a sequence; one that has a part of a document that is skipped is left out."""
-        try:
-            return reader.read(number)
-        except FormatError as error:
-            if not self._plan.skips(error):
-                raise
-            return np.empty(0, np.int64)
+            yield _Turn(turn)
 
     def _blocks(self) -> Iterator[tuple[int, Any, Any]]:
         """Yield the first number of some sequences of all ranks, their sources and their numbers there."""
@@ -236,31 +297,31 @@ class GlobalOrder:
 
     def restart(self) -> None:
         """Begin an iteration: turns are counted from where this rank has read to."""
-        turns = self._base.turns + self._read_to
-        self._begin(_Base(self._positions(), frozenset(self._ahead()), turns))
+        self._begin(_Base(self._positions(), frozenset(self._ahead()), self._read_to))
 
     def record(self, moves: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Note turns of this rank that were used."""
-        self._read_ahead |= {int(position[0]) for _, position in moves}
+        used = {int(position[0]) for _, position in moves}
+        self._read_ahead |= {turn for turn in used if turn >= self._read_to}
         self._move()
 
     def _move(self) -> None:
         """Move to the first turn whose sequence was not read."""
-        size, rank = self._plan.world_size, self._plan.rank
-        while self._read_to in self._read_ahead or self._read_to * size + rank in self._base.ahead:
+        while self._read_to in self._read_ahead or self._slot(self._read_to) in self._base.ahead:
             self._read_ahead.discard(self._read_to)
             self._read_to += 1
 
     @property
     def epoch(self) -> int:
-        return min(position.epoch for position in self._positions().values())
+        positions = self._positions()
+        return min(positions[name].epoch for name in self.readers)
 
     def state(self) -> dict[str, Any]:
         """Return one tensor of int64: this rank's turns, how many sequences it read ahead, these, and all positions."""
         plan = self._plan
         ahead = sorted(self._ahead())
         positions = self._positions()
-        values = [self._base.turns + self._read_to, len(ahead), *ahead]
+        values = [self._read_to, len(ahead), *ahead]
         for name in sorted(positions):
             values += positions[name]
         own = f"{plan.rank:05d}-of-{plan.world_size:05d}"
@@ -269,13 +330,13 @@ class GlobalOrder:
     def _ahead(self) -> set[int]:
         """Return which of its sequences this rank has read after some that it has not, counted from these on."""
         size, rank = self._plan.world_size, self._plan.rank
-        begin = self._read_to * size
-        ahead = {turn * size + rank - begin for turn in self._read_ahead}
+        begin = self._slot(self._read_to) - rank
+        ahead = {self._slot(turn) - begin for turn in self._read_ahead}
         return ahead | {slot - begin for slot in self._base.ahead if slot >= begin and slot % size == rank}
 
     def _positions(self) -> dict[str, SourcePosition]:
         done, schedule = self._frontier or (0, self._schedule())
-        slots = self._read_to * self._plan.world_size
+        slots = self._slot(self._read_to) - self._plan.rank
         if slots > done:
             schedule.skip(slots - done)
         self._frontier = slots, schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ckpt.errors import ConfigurationError, FormatError
 from ckpt.options import DataOptions
 from ckpt.trainer_integration.data_order.epoch_stream import Lengths, Piece
 from ckpt.trainer_integration.data_order.permutation import Numbers
-from ckpt.trainer_integration.sources import Look, Source, Tokens, as_tokens, look_at
+from ckpt.trainer_integration.sources import Look, Sliced, Source, Tokens, as_tokens, is_of_store, look_at
 
 _logger = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ class Sample(NamedTuple):
 
     Attributes:
         shard: of which it is; where all ranks read in one order, its source.
-        is_filler: it stands for a sequence that other ranks have and this one lacks at the end.
+        is_filler: it is a row of padding: for a sequence that other ranks have and this one lacks at the end, or of which all
+            was skipped.
     """
 
     shard: int
@@ -52,7 +54,7 @@ class Plan:
     bos_token: int | None
     eos_token: int | None
     options: DataOptions
-    _skipped: int = field(default=0, init=False)
+    _skipped: set[tuple[str, int]] = field(default_factory=set, init=False)
     _looks: dict[str, Look] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -93,12 +95,26 @@ class Plan:
             self._looks[name] = look_at(self.sources[name])
         return self._looks[name]
 
-    def document(self, name: str, number: int, where: str = "") -> tuple[Tokens, Tokens, Tokens]:
-        """Read a document: its tokens between its delimiters. Raises FormatError, which names it."""
+    @property
+    def reads_ahead(self) -> bool:
+        return any(source.reads_ahead for source in self.sources.values())
+
+    def ahead(self, name: str, document: int, start: int = 0, stop: int | None = None) -> None:
+        """Have a source fetch tokens of a document that is read soon; if it cannot, it raises when they are read."""
+        with contextlib.suppress(Exception):
+            self.sources[name].ahead(document, start, stop)
+
+    def document(self, name: str, number: int, where: str = "") -> tuple[Tokens, Sliced, Tokens]:
+        """Return a document: its tokens between its delimiters.
+
+        Raises FormatError, which names it, and the StorageError of a store, which names an object: it is no fault of the document.
+        """
         before, after = self._around[name]
         try:
-            return before, self.sources[name].tokens(number), after
+            return before, self.sources[name].sliced(number), after
         except Exception as error:
+            if is_of_store(error):
+                raise
             fault = (
                 f"{error}"
                 if isinstance(error, FormatError | ConfigurationError)
@@ -106,12 +122,15 @@ class Plan:
             )
             raise FormatError(f"source {name!r}, document {number}{where}: {fault}") from error
 
-    def skips(self, error: FormatError) -> bool:
+    def skips(self, name: str, number: int, error: FormatError) -> bool:
         """Tell whether a document that cannot be read may be skipped, and note it: each process may skip as many."""
-        self._skipped += 1
-        if self._skipped > self.options.skip_bad_documents:
+        most = self.options.skip_bad_documents
+        if (name, number) in self._skipped:
+            return True
+        if len(self._skipped) >= most:
             return False
-        _logger.warning("skipped (%d of %d): %s", self._skipped, self.options.skip_bad_documents, error)
+        self._skipped.add((name, number))
+        _logger.warning("skipped (%d of %d): %s", len(self._skipped), most, error)
         return True
 
     def copy(self, name: str, piece: Piece, room: Tokens) -> None:
@@ -143,7 +162,7 @@ class _Lengths:
         return lengths + self._delimiters
 
 
-def copy_parts(parts: tuple[Tokens, ...], start: int, room: Tokens) -> int:
+def copy_parts(parts: tuple[Sliced, ...], start: int, room: Tokens) -> int:
     """Fill `room` with the tokens of all parts from `start` on; return how many there were."""
     copied = 0
     size = len(room)

@@ -52,7 +52,14 @@ class Positions:
         """Advance past the samples of a batch of `ShardedDataset`, as torch's collation makes it.
 
         It has `shard` (an integer per sample) and `position` (some integers per sample).
+
+        Raises ConfigurationError if it has none.
         """
+        if not isinstance(batch, Mapping) or not {"shard", "position"} <= batch.keys():
+            raise ConfigurationError(
+                "a batch without `shard` and `position` cannot be recorded: make the data set with "
+                "options=DataOptions(positions=True), and pass the batch as the loader returned it"
+            )
         shards = torch.as_tensor(batch["shard"]).reshape(-1)
         positions = torch.as_tensor(batch["position"]).reshape(len(shards), -1)
         self.advance(zip(shards.tolist(), positions.tolist(), strict=True))
@@ -78,6 +85,11 @@ class Positions:
             "version": _VERSION, "order": self.order.kind, "sources": sources,
             "weights": plan.weights, "sequence_length": plan.sequence_length, **self._fixed(),
         }  # fmt: skip
+
+    def ends(self) -> dict[str, Any]:
+        """Return what may change from run to run, and has to be the same on all ranks of one."""
+        options = self._plan.options
+        return {"epochs": self._plan.epochs, "on_exhausted": options.on_exhausted, "turns": options.turns}
 
     def _fixed(self) -> dict[str, Any]:
         plan = self._plan

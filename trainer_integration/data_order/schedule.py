@@ -50,17 +50,10 @@ class Schedule:
 
     def take(self, count: int) -> tuple[Numbers, Numbers]:
         """Return the next sequences: the numbers of their sources, and their numbers there. Fewer at the end."""
-        sources: list[Numbers] = []
-        numbers: list[Numbers] = []
-        total = sum(
-            w for w, read, limit in zip(self._weights, self.read, self._limits, strict=True) if read < limit
-        )
-        for source, weight in enumerate(self._weights):
-            # Of all sources that are left it has its share of the next ones, give or take one each.
-            most = math.ceil(count * weight / total) + len(self._weights) + 1 if total else 0
-            most = int(min(most, self._limits[source] - self.read[source])) if weight else 0
-            sources.append(np.full(max(most, 0), source, np.int64))
-            numbers.append(np.arange(self.read[source], self.read[source] + most, dtype=np.int64))
+        left = [min(count, limit - read) for read, limit in zip(self.read, self._limits, strict=True)]
+        most = [int(max(0, n)) if weight else 0 for n, weight in zip(left, self._weights, strict=True)]
+        sources = [np.full(n, source, np.int64) for source, n in enumerate(most)]
+        numbers = [np.arange(read, read + n, dtype=np.int64) for read, n in zip(self.read, most, strict=True)]
         chosen = np.concatenate(sources)
         places = np.concatenate(numbers)
         due = (places + 0.5) / np.asarray(self._weights)[chosen]
@@ -82,8 +75,19 @@ class Schedule:
 
     def _read_at(self, due: float) -> list[int]:
         """Count the sequences of each source that are due before a moment, at least those that were read."""
-        before = (max(0, math.ceil(min(due, self._last_due) * weight - 0.5)) for weight in self._weights)
+        due = min(due, self._last_due)
         return [
-            int(max(read, min(limit, count)))
-            for read, limit, count in zip(self.read, self._limits, before, strict=True)
+            int(max(read, min(limit, self._count_before(number, due))))
+            for number, (read, limit) in enumerate(zip(self.read, self._limits, strict=True))
         ]
+
+    def _count_before(self, number: int, due: float) -> int:
+        """Count the sequences of a source that are due before a moment, rounded as in `_due`: `take` must agree."""
+        if not self._weights[number]:
+            return 0
+        count = max(0, math.ceil(due * self._weights[number] - 0.5))
+        while count and self._due(number, count - 1) >= due:
+            count -= 1
+        while self._due(number, count) < due:
+            count += 1
+        return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,17 @@ from ckpt.errors import CheckpointError, ConfigurationError, FormatError
 from ckpt.trainer_integration.data_order.plan import Plan, Sample
 from ckpt.trainer_integration.data_order.shards import ContiguousShards, Cursor, DealtShards, Position, Shard
 
+_logger = logging.getLogger(__name__)
+
 _FIELDS = len(Position._fields)
 _LANES = 16
 """Shards of a source that a rank reads at a time."""
+_MIN_SEQUENCES = 4
+"""Of a shard in an epoch: with fewer much of the next epoch is read before this one is over."""
+
+
+def _ignore(_: int) -> None:
+    pass
 
 
 class ShardOrder:
@@ -39,12 +48,21 @@ class ShardOrder:
             name: self._dealt(source, self._total(name), plan.seed, name)
             for name, source in plan.sources.items()
         }
-        self._documents: dict[tuple[int, int], int] = {}
+        if plan.rank == 0:
+            _warn_of_short_shards(
+                plan, {name: (self._total(name), mean) for name, mean in self._means.items()}
+            )
+        self._documents: dict[int, tuple[int, int]] = {}  # epoch of each shard, and its documents in it
         self.positions = dict.fromkeys(self.shards, Position())
         self._lane_of = dict(self._lanes())
         if plan.world_size > plan.shards:
             raise ConfigurationError(
                 f"{plan.shards} shards are too few for {plan.world_size} ranks; raise shards="
+            )
+        most = max(self._total(name) for name, weight in plan.weights.items() if weight)
+        if plan.world_size > most:
+            raise ConfigurationError(
+                f"{most} documents are too few for {plan.world_size} ranks; take fewer ranks"
             )
 
     _dealt: Callable[..., Any] = DealtShards
@@ -59,12 +77,13 @@ class ShardOrder:
                 yield number * self._plan.shards + shard, Shard(name, shard, total)
 
     def _lanes(self) -> Iterator[tuple[int, int]]:
-        """Yield the lane of each shard: with turns by count each shard is one."""
+        """Yield the lane of each shard: each is one with turns by count, and where the stored order is kept."""
+        are_few = self._plan.options.turns == "share" and self._plan.seed is not None
         seen: Counter[str] = Counter()
         for index, shard in self.shards.items():
             lane = seen[shard.source_name]
             seen[shard.source_name] += 1
-            yield index, lane % _LANES if self._plan.options.turns == "share" else lane
+            yield index, lane % _LANES if are_few else lane
 
     @property
     def parts(self) -> int | None:
@@ -92,13 +111,19 @@ class ShardOrder:
         positions = {int(index): Position(*position) for index, position in part.items()}
         cursors: dict[int, Cursor] = {}
 
-        def read(index: int) -> Sample:
+        def cursor(index: int) -> Cursor:
             if index not in cursors:
                 cursors[index] = self._cursor(index, positions[index])
-            tokens = cursors[index].take(self._plan.sequence_length)
-            return Sample(index, cursors[index].position, tokens)
+            return cursors[index]
 
-        return self.in_turn(positions, read, taken)
+        def read(index: int) -> Sample:
+            tokens = cursor(index).take(self._plan.sequence_length)
+            return Sample(index, cursor(index).position, tokens)
+
+        def announce(index: int) -> None:
+            cursor(index).announce()
+
+        return self.in_turn(positions, read, taken, announce if self._plan.reads_ahead else _ignore)
 
     def joined(
         self, streams: Sequence[Iterator[Sample]], taken: Sequence[torch.Tensor | None]
@@ -139,16 +164,16 @@ class ShardOrder:
         positions: Mapping[int, Position],
         read: Callable[[int], Sample],
         taken: torch.Tensor | None = None,
+        announce: Callable[[int], None] = _ignore,
     ) -> Iterator[Sample]:
-        """Yield the samples that `read` returns of shards."""
+        """Yield the samples that `read` returns of shards; `announce` is called with those that are read soon."""
         plan = self._plan
         numbers = {name: number for number, name in enumerate(plan.sources)}
-        waiting: dict[str, list[tuple[float, int]]] = {
-            name: [] for name, weight in plan.weights.items() if weight
-        }
+        here = {index: at for index, at in positions.items() if plan.weights[self.shards[index].source_name]}
+        # A part can be without shards of a small source.
+        waiting: dict[str, list[tuple[float, int]]] = {self.shards[index].source_name: [] for index in here}
         counts = dict.fromkeys(waiting, 0)
         begun = dict.fromkeys(waiting, 0)
-        here = {index: at for index, at in positions.items() if self.shards[index].source_name in waiting}
         behind = sum(at.epoch < (plan.epochs or 0) for at in here.values())
         lanes: dict[tuple[str, int], list[int]] = defaultdict(list)
         for index, position in here.items():
@@ -159,14 +184,18 @@ class ShardOrder:
         def wait(name: str, number: int) -> None:
             lane = reading[name, number]
             if not plan.ends_at(lane.epoch):
+                for index in lane.soon:
+                    announce(index)
                 turn = self._turn(lane.shard, here[lane.shard], lane)
                 heapq.heappush(waiting[name], (turn, number))
 
         for key in reading:
             wait(*key)
-        while plan.epochs is None or behind:
+        is_whole = taken is None  # a worker reads on: where the end is follows from the shards of all
+        while plan.epochs is None or behind or not is_whole:
             left = {name for name, shards in waiting.items() if shards}
-            if not left or (plan.options.on_exhausted == "stop" and len(left) < len(waiting)):
+            is_exhausted = len(left) < len(waiting)
+            if not left or (is_whole and is_exhausted and plan.options.on_exhausted == "stop"):
                 return
             waits = counts
             if taken is not None:
@@ -189,14 +218,19 @@ class ShardOrder:
         phase = shard.number / shard.total
         if self._plan.options.turns == "count":
             return position.sequences + phase
-        key = (index, position.epoch)
-        if key not in self._documents:
-            self._documents[key] = self._sources[shard.source_name].of(shard.number, position.epoch)[0]
-        left = (self._documents[key] - position.document) * self._means[shard.source_name]
+        epoch, documents = self._documents.get(index, (None, 0))
+        if epoch != position.epoch:
+            documents = self._dealt_to(shard, position.epoch)
+            self._documents[index] = position.epoch, documents
+        left = (documents - position.document) * self._means[shard.source_name]
         # The phase spreads the lanes in which nothing is read yet.
         first = phase * self._plan.sequence_length
         share = (position.tokens + first) / (position.tokens + first + left)
         return lane.epoch + (lane.finished + share) / lane.size
+
+    def _dealt_to(self, shard: Shard, epoch: int) -> int:
+        documents: int = self._sources[shard.source_name].of(shard.number, epoch)[0]
+        return documents
 
     # -- the state -------------------------------------------------------------------------------------------
 
@@ -210,7 +244,8 @@ class ShardOrder:
 
     @property
     def epoch(self) -> int:
-        return min(position.epoch for position in self.positions.values())
+        read = [index for index, shard in self.shards.items() if self._plan.weights[shard.source_name]]
+        return min(self.positions[index].epoch for index in read)
 
     def state(self) -> dict[str, Any]:
         """Return one tensor of this rank's positions for each source: int64, with the shard's number in front."""
@@ -225,17 +260,30 @@ class ShardOrder:
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
         """Continue from `state`, which holds at least this rank's shards. Raises FormatError if it is no state."""
         stored = {name: _rows(name, of_ranks) for name, of_ranks in state["positions"].items()}
-        for index, shard in self.shards.items():
-            if shard.source_name not in stored:
-                self.positions[index] = Position()
-                continue
-            where = f"loader state of source {shard.source_name!r}, shard {shard.number}"
-            if shard.number not in stored[shard.source_name]:
-                raise FormatError(f"{where}: missing")
-            position = stored[shard.source_name][shard.number]
-            if min(position) < 0:
+        positions = {
+            index: self._stored(shard, stored[shard.source_name])
+            if shard.source_name in stored
+            else Position()
+            for index, shard in self.shards.items()
+        }
+        if not is_same_mix:
+            positions = {index: position._replace(sequences=0) for index, position in positions.items()}
+        self.positions = positions
+
+    def _stored(self, shard: Shard, stored: Mapping[int, Position]) -> Position:
+        """Return the position of a shard; of other data, which may have more or fewer documents, one that can be."""
+        where = f"loader state of source {shard.source_name!r}, shard {shard.number}"
+        takes_other_data = self._plan.options.allow_other_data
+        position = stored.get(shard.number, Position() if takes_other_data else None)
+        if position is None:
+            raise FormatError(f"{where}: missing")
+        if min(position) < 0:
+            raise FormatError(f"{where}: impossible {position}")
+        if position.document >= self._dealt_to(shard, position.epoch):
+            if not takes_other_data:
                 raise FormatError(f"{where}: impossible {position}")
-            self.positions[index] = position if is_same_mix else position._replace(sequences=0)
+            return Position(epoch=position.epoch + 1, sequences=position.sequences)
+        return position
 
 
 class _Lane:
@@ -261,6 +309,11 @@ class _Lane:
     @property
     def shard(self) -> int:
         return self._left[0]
+
+    @property
+    def soon(self) -> list[int]:
+        """List the shard that is read and the next one."""
+        return [self._left[at] for at in range(min(2, len(self._left)))]
 
     def move(self) -> None:
         """Move to the next shard if this one's epoch is over."""
@@ -296,14 +349,16 @@ class ContiguousOrder(ShardOrder):
         positions: Mapping[int, Position],
         read: Callable[[int], Sample],
         taken: torch.Tensor | None = None,
+        announce: Callable[[int], None] = _ignore,
     ) -> Iterator[Sample]:
         waiting: list[tuple[float, int]] = []
 
         def wait(index: int, position: Position) -> None:
             shard = self.shards[index]
-            if not self._plan.ends_at(position.epoch):
+            weight = self._plan.weights[shard.source_name]
+            if weight and not self._plan.ends_at(position.epoch):
                 turns = position.sequences + shard.number / shard.total
-                heapq.heappush(waiting, (turns / self._plan.weights[shard.source_name], index))
+                heapq.heappush(waiting, (turns / weight, index))
 
         for index, position in positions.items():
             wait(index, position)
@@ -320,6 +375,7 @@ class ContiguousOrder(ShardOrder):
         return {"shards": shards}
 
     def load(self, state: Mapping[str, Any], *, saved: Mapping[str, Any], is_same_mix: bool) -> None:
+        positions: dict[int, Position] = {}
         for index, shard in self.shards.items():
             where = f"loader state of source {shard.source_name!r}, shard {shard.number}"
             try:
@@ -332,7 +388,20 @@ class ContiguousOrder(ShardOrder):
             documents = self._sources[shard.source_name].of(shard.number, position.epoch)[0]
             if min(position) < 0 or position.document >= documents:
                 raise FormatError(f"{where}: impossible {position}")
-            self.positions[index] = position
+            positions[index] = position
+        self.positions = positions
+
+
+def _warn_of_short_shards(plan: Plan, sources: Mapping[str, tuple[int, float]]) -> None:
+    """Say which number of shards would be right for sources that are small for theirs; `sources`: shards, mean length."""
+    for name, (total, mean) in sources.items():
+        sequences = plan.sources[name].documents * mean / plan.sequence_length
+        if plan.weights[name] and sequences < _MIN_SEQUENCES * total:
+            _logger.warning(
+                "source %r has about %d sequences an epoch for %d shards: many documents are read twice before others are "
+                "read once. With shards=%d they are not, and that many ranks can read",
+                name, sequences, total, max(1, sequences / (4 * _MIN_SEQUENCES)),
+            )  # fmt: skip
 
 
 def _rows(name: str, of_ranks: Mapping[str, Any]) -> dict[int, Position]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from adapters.hosts.huggingface import Texts, small_llama
-from adapters.life import Life, read_life, report, timed
+from adapters.life import Life, Reading, read_life, report, timed
 from torch.utils.data import DataLoader
 
 import ckpt
@@ -30,13 +30,16 @@ def main(life: Life) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=life.steps)
     loader = DataLoader(Texts(life.steps, accelerator.num_processes), batch_size=4)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    reading = Reading(life)
+    accelerator.register_for_checkpointing(reading.loader)
     resumed_step = resume(life, accelerator)
     batches = accelerator.skip_first_batches(loader, resumed_step or 0)
-    for step, batch in enumerate(batches, (resumed_step or 0) + 1):
+    for step, (batch, data) in enumerate(zip(batches, reading, strict=False), (resumed_step or 0) + 1):
         accelerator.backward(model(**batch).loss)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        reading.trained(step, data)
         if step % life.save_every == 0:
             save(life, accelerator, f"{life.root}/step-{step:08d}")
     report(life, model, optimizer.optimizer, resumed_step=resumed_step)

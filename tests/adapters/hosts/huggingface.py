@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from adapters.life import WIDTH, Life, read_life, report, timed
+from adapters.life import WIDTH, Life, Reading, read_life, report, timed
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -25,15 +25,21 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
     """Give all ranks the same batch in a step: sums of gradients are then exact on 1, 2 or 4 ranks."""
 
     def __init__(self, steps: int, ranks: int) -> None:
-        self._size, self._ranks = steps * BATCH * ranks, ranks
+        self._size, self.ranks = steps * BATCH * ranks, ranks
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        step, row = index // (BATCH * self._ranks), index % BATCH
+        step, row = index // (BATCH * self.ranks), index % BATCH
         generator = torch.Generator().manual_seed(1000 * step + row)
         tokens = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the batch that each rank has in a step, counted from 0."""
+        first = step * BATCH * self.ranks
+        tokens = torch.stack([self[row]["input_ids"] for row in range(first, first + BATCH)])
         return {"input_ids": tokens, "labels": tokens}
 
 
@@ -67,13 +73,24 @@ def main(life: Life) -> None:
     args = arguments(life)
     options: dict[str, Any] = {}
     base: Any = transformers.Trainer
+    texts = Texts(life.steps, args.world_size)
+    data: Any = texts
     if not life.native:
         from ckpt.trainer_integration.adapters.huggingface import Trainer
 
         base = Trainer
+        reading = Reading(life)
+        data = reading.loader
         options = {"checkpoints": {"keep": 3, **life.options.get("checkpoints", {})}}
 
     class Timed(base):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not life.native:  # note the tokens of this rank, and train on those of the native run
+                reading.note(self.state.global_step + 1, inputs["input_ids"])
+                inputs = texts.batch(self.state.global_step)
+                kwargs["num_items_in_batch"] = torch.tensor(float(BATCH * (TOKENS - 1) * texts.ranks))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             with timed():
                 super()._save_checkpoint(*args, **kwargs)
@@ -82,9 +99,7 @@ def main(life: Life) -> None:
             super()._load_optimizer_and_scheduler(checkpoint)
             self.resumed_step = self.state.global_step
 
-    trainer = Timed(
-        small_llama(life.width), args, train_dataset=Texts(life.steps, args.world_size), **options
-    )
+    trainer = Timed(small_llama(life.width), args, train_dataset=data, **options)
     trainer.resumed_step = None
     trainer.train(resume_from_checkpoint=not life.native)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

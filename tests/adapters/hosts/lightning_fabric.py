@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters.life import Life, loss_of, place, read_life, report, timed, toy_model
+from adapters.life import Life, Reading, loss_of, place, read_life, report, timed, toy_model
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy
@@ -27,19 +27,22 @@ def main(life: Life) -> None:
     model: Any
     optimizer: Any
     model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    reading = Reading(life)
+    parts = {"model": model, "optimizer": optimizer, "loader": reading.loader}
     resumed_step = None
     with ckpt.CheckpointManager(life.root, save=life.save_every, preflight=False) as manager:
-        if not life.native and (restored := manager.restore(model=model, optimizer=optimizer)):
+        if not life.native and (restored := manager.restore(parts)):
             resumed_step = restored.step
-        for step in range((resumed_step or 0) + 1, life.steps + 1):
+        for step, data in zip(range((resumed_step or 0) + 1, life.steps + 1), reading, strict=False):
             optimizer.zero_grad()
             fabric.backward(loss_of(model, step, life.width))
             optimizer.step()
+            reading.trained(step, data)
             if life.native and step % life.save_every == 0:
                 fabric.save(place(life.root, step), {"model": model, "optimizer": optimizer})
             elif not life.native:
                 with timed():
-                    manager.step(step, model=model, optimizer=optimizer)
+                    manager.step(step, parts)
     report(life, plain, optimizer.optimizer, resumed_step=resumed_step)
     dist.destroy_process_group()
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from adapters.life import Life, Reading, loss_of, read_life, report, timed, toy_model
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -21,7 +21,7 @@ warnings.simplefilter("ignore")  # the host's own, of the number of workers and 
 
 
 class Toy(pl.LightningModule):
-    """The toy model. The batch goes by the step: Lightning does not wind a plain data loader forward."""
+    """The toy model. The data of a step are read and noted; the loss goes by the step, the same on all ranks."""
 
     def __init__(self, life: Life) -> None:
         super().__init__()
@@ -38,14 +38,17 @@ class Toy(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.resumed_step = checkpoint["global_step"]
 
-    def training_step(self, _: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.model, self.trainer.global_step + 1, self.life.width)
+    def training_step(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        step = self.trainer.global_step + 1
+        self.reading.note(step, data["tokens"])
+        return loss_of(self.model, step, self.life.width)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader([*range(self.life.steps)], batch_size=None)  # type: ignore[arg-type]
+        self.reading = Reading(self.life)
+        return self.reading.loader
 
 
 def strategy_of(life: Life) -> Any:

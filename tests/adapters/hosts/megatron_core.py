@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from adapters.life import Life, Reading, loss_of, read_life, report, timed, toy_model
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch import nn
@@ -80,12 +80,14 @@ def main(life: Life) -> None:
         megatron.install()
     model = toy_model(life.width)
     optimizer = DistributedOptimizer(model)
+    reading = Reading(life)
     resumed_step = None
     newest = None if life.native else megatron.latest_checkpoint(life.root)
     if newest is not None:
         state = {"model": optimizer.sharded_state_dict(), "random": random_state(None)}
         loaded = dist_checkpointing.load(state, newest, strict="raise_all")
         resumed_step = loaded["step"]
+        reading.loader.load_state_dict(loaded["loader"])
         assert loaded["random"] == f"of step {resumed_step}"
         with torch.no_grad():
             for name, row in optimizer.rows.items():
@@ -93,16 +95,23 @@ def main(life: Life) -> None:
                     (row if kind == "param" else optimizer.adam.state[row][kind]).copy_(value)
                 optimizer.adam.state[row]["step"].fill_(resumed_step)
         optimizer.gather()
-    for step in range((resumed_step or 0) + 1, life.steps + 1):
+    for step, data in zip(range((resumed_step or 0) + 1, life.steps + 1), reading, strict=False):
         model.zero_grad()
         loss_of(model, step, life.width).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        reading.trained(step, data)
         if step % life.save_every == 0:
             place = f"{life.root}/iter_{step:07d}"
             if life.native:
                 os.makedirs(place, exist_ok=True)
             random = random_state(f"of step {step}")
-            state = {"model": optimizer.sharded_state_dict(), "random": random, "step": step}
+            loader = reading.loader.state_dict_of_all_ranks()
+            state = {
+                "model": optimizer.sharded_state_dict(),
+                "random": random,
+                "step": step,
+                "loader": loader,
+            }
             with timed():
                 dist_checkpointing.save(state, place)
     whole: dict[str, torch.Tensor] = {}

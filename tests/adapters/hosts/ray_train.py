@@ -22,7 +22,7 @@ def train(config: dict[str, Any]) -> None:
         disarm_after_death()
     import torch
     import torch.distributed as dist
-    from adapters.life import loss_of, read_life, report, timed, toy_model
+    from adapters.life import Reading, loss_of, read_life, report, timed, toy_model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -31,6 +31,8 @@ def train(config: dict[str, Any]) -> None:
     model = toy_model(life.width)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    reading = Reading(life)
 
     def train_step(step: int) -> None:
         optimizer.zero_grad()
@@ -49,13 +51,16 @@ def train(config: dict[str, Any]) -> None:
     from ckpt.trainer_integration.adapters.ray import CheckpointManager
 
     with CheckpointManager(save=life.save_every, keep=2, async_mode=config["async_mode"]) as manager:
-        restored = manager.restore(model=model, optimizer=optimizer)
-        for step in range(restored.step + 1 if restored else 1, life.steps + 1):
+        restored = manager.restore(model=model, optimizer=optimizer, loader=reading.loader)
+        first = restored.step + 1 if restored else 1
+        for step, data in zip(range(first, life.steps + 1), reading, strict=False):
             train_step(step)
+            reading.trained(step, data)
             if step == config["drain_at"]:
                 drain_this_node()
             with timed():
-                manager.step(step, model=model, optimizer=optimizer, metrics={"loss": 1.0 / step})
+                parts = {"model": model, "optimizer": optimizer, "loader": reading.loader}
+                manager.step(step, parts, metrics={"loss": 1.0 / step})
     report(life, model, optimizer, resumed_step=restored.step if restored else None)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters.life import Life, latest, loss_of, place, read_life, report, timed, toy_model
+from adapters.life import Life, Reading, latest, loss_of, place, read_life, report, timed, toy_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo
+from torch_checkpointing.checkpoint_layout import JsonSerialization, LayoutInfo, TorchSerialization
 from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
@@ -37,6 +37,7 @@ def main(life: Life) -> None:
                 "model": ItemSpec(resharder=DefaultResharder()),
                 "optimizer": ItemSpec(resharder=DefaultResharder()),
                 "step": ItemSpec(layout=LayoutInfo("step.json", JsonSerialization()), required=False),
+                "loader": ItemSpec(layout=LayoutInfo("loader.pt", TorchSerialization()), required=False),
             },
             save=AsyncCheckpointSaverConfig(process_config=process)
             if is_async
@@ -47,22 +48,25 @@ def main(life: Life) -> None:
     model = toy_model(life.width)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    reading = Reading(life)
     resumed_step = latest(life.root)
     if resumed_step is not None:
-        into = state_of(model, optimizer, 0, everywhere=True)
+        into = state_of(model, optimizer, 0, reading, everywhere=True)
         loaded = manager.load(place(life.root, resumed_step), into, strict=True)
         assert loaded["step"] == resumed_step
+        reading.loader.load_state_dict(loaded["loader"])
         set_state_dict(
             model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"], options=FLAT
         )
-    for step in range((resumed_step or 0) + 1, life.steps + 1):
+    for step, data in zip(range((resumed_step or 0) + 1, life.steps + 1), reading, strict=False):
         optimizer.zero_grad()
         loss_of(model, step, life.width).backward()  # type: ignore[no-untyped-call]
         with manager.lock():
             optimizer.step()
+        reading.trained(step, data)
         if step % life.save_every == 0:
             with timed():
-                manager.save(place(life.root, step), state_of(model, optimizer, step))
+                manager.save(place(life.root, step), state_of(model, optimizer, step, reading))
                 if life.options.get("fsync"):
                     make_durable(Path(place(life.root, step)))
     manager.close()
@@ -82,12 +86,20 @@ def make_durable(checkpoint: Path) -> None:
 
 
 def state_of(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, everywhere: bool = False
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    reading: Reading,
+    *,
+    everywhere: bool = False,
 ) -> dict[str, Any]:
-    """Make the items to save, of which the first rank has one more; `everywhere` to load into."""
+    """Make the items to save, of which the first rank has two more; `everywhere` to load into."""
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    return {**state, "step": step} if everywhere or dist.get_rank() == 0 else state
+    if everywhere:
+        return {**state, "step": step, "loader": None}  # torch_checkpointing makes what it finds
+    of_first = {"step": step, "loader": reading.loader.state_dict_of_all_ranks()}
+    return {**state, **of_first} if dist.get_rank() == 0 else state
 
 
 if __name__ == "__main__":

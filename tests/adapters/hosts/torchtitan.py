@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters.life import Life, loss_of, read_life, report, timed, toy_model
+from adapters.life import Life, Reading, loss_of, read_life, report, timed, toy_model
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -54,13 +54,14 @@ def main(life: Life) -> None:
     model = toy_model(life.width)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    reading = Reading(life)
     trainer = Values(step=0, ntokens_seen=0)
     config = CheckpointManager.Config(
         enable=True, folder=life.root, interval=life.save_every, keep_latest_k=2, async_mode=async_mode,
         last_save_model_only=False,
     )  # fmt: skip
     manager = config.build(
-        dataloader=Values(position=3),
+        dataloader=Values(position=3) if life.native else reading.loader,
         model_parts=[model],
         optimizers=Optimizers(model, optimizer),
         lr_schedulers=Values(last_epoch=1),
@@ -69,12 +70,13 @@ def main(life: Life) -> None:
         base_folder=life.scratch,
     )
     resumed_step = trainer.values["step"] if manager.load() else None
-    while trainer.values["step"] < life.steps:
-        step = trainer.values["step"] = trainer.values["step"] + 1
+    for step, data in zip(range(trainer.values["step"] + 1, life.steps + 1), reading, strict=False):
+        trainer.values["step"] = step
         optimizer.zero_grad()
         loss_of(model, step, life.width).backward()  # type: ignore[no-untyped-call]
         manager.maybe_wait_for_staging()
         optimizer.step()
+        reading.trained(step, data)
         with timed():
             manager.save(step, last_step=step == life.steps)
     manager.close()

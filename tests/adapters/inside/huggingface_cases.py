@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from adapters.hosts.huggingface import Texts, small_llama
 from peft import LoraConfig, get_peft_model
 from support.files import damage
 from support.servers import S3Server
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
@@ -26,10 +27,14 @@ import ckpt
 from ckpt.backends.base import read_bytes
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, LoadFailed
+from ckpt.options import DataOptions
 from ckpt.tools.inspect import inspect
 from ckpt.trainer_integration import keeping, saving
 from ckpt.trainer_integration.adapters import accelerate, huggingface
 from ckpt.trainer_integration.adapters.huggingface import Trainer
+from ckpt.trainer_integration.dataloader import RescalableLoader
+from ckpt.trainer_integration.dataset import ShardedDataset
+from ckpt.trainer_integration.sources import MapSource
 
 WIDTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
@@ -57,14 +62,21 @@ def trainer_of(
     model: Any = None,
     callbacks: Any = None,
     checkpoints: Any = None,
+    data: Any = None,
     **options: Any,
 ) -> Any:
-    data = Texts(8, 1)
+    data = data or Texts(8, 1)
     own = {} if kind is transformers.Trainer else {"checkpoints": checkpoints}
     return kind(
         model=small_llama(WIDTH) if model is None else model, args=arguments(root, steps, **options),
         train_dataset=data, eval_dataset=data, callbacks=callbacks, **own,
     )  # fmt: skip
+
+
+def loader_of(*, positions: bool = True) -> RescalableLoader:
+    source = MapSource([[row] * 8 for row in range(64)])
+    dataset = ShardedDataset(source, sequence_length=8, options=DataOptions(positions=positions))
+    return RescalableLoader(dataset, batch_size=2)
 
 
 def train(trainer: Any, **options: Any) -> None:
@@ -343,6 +355,23 @@ def test_of_a_model_with_adapters_only_what_is_trained_is_saved(tmp_path: Path) 
     assert_equal(weights(resumed), weights(whole))
 
 
+def test_a_loader_goes_on_behind_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer fetches the batches of a step before it trains on the first."""
+    read: list[int] = []
+    native = transformers.Trainer.compute_loss
+
+    def noting(self: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        read.extend(inputs["input_ids"][:, 0].tolist())
+        return native(self, model, inputs, *args, **options)
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", noting)
+    for steps in (2, 6):
+        trainer = trainer_of(tmp_path / "run", steps, data=loader_of(), gradient_accumulation_steps=2)
+        train(trainer, resume_from_checkpoint=True)
+    rows = [int(row[0]) for _, batch in zip(range(12), loader_of(), strict=False) for row in batch["tokens"]]
+    assert read == rows
+
+
 def test_what_cannot_be_saved_is_an_error_at_start_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +387,8 @@ def test_what_cannot_be_saved_is_an_error_at_start_up(
         trainer_of(tmp_path / "run", report_to="mlflow")
     with pytest.raises(ConfigurationError, match="last takes a positive"):
         trainer_of(tmp_path / "run", checkpoints={"keep": keeping.last(0)})
+    with pytest.raises(ConfigurationError, match="positions=True"):
+        trainer_of(tmp_path / "run", data=loader_of(positions=False))
     with pytest.raises(ConfigurationError, match="hyperparameter search"):
         trainer_of(tmp_path / "run").train(trial={})
     monkeypatch.delattr(transformers.Trainer, "_load_rng_state")
@@ -441,6 +472,16 @@ def test_the_state_of_an_accelerator_goes_on(tmp_path: Path) -> None:
     step(accelerator, *parts)
     assert_equal(dict(parts[0].state_dict()), after)
     assert parts[2].state_dict()["last_epoch"] == 2
+
+
+def test_a_data_set_that_would_be_dealt_out_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, *_ = prepared()
+    accelerator.prepare(DataLoader(loader_of().dataset, batch_size=2))
+    assert "loader" not in accelerate.accelerator_state(accelerator)
+    monkeypatch.setitem(accelerator.state._shared_state, "num_processes", 2)
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(ConfigurationError, match=r"leave it out of prepare\(\)"):
+        accelerate.accelerator_state(accelerator)
 
 
 def test_an_accelerator_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
