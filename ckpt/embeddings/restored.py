@@ -31,6 +31,12 @@ class Unjudged:
     taken: Sequence[Taken]
     tables: Sequence[str]
 
+    def after(self, earlier: Unjudged | None) -> Unjudged:
+        """Add what an earlier restore, of other `parts`, took of other tables."""
+        here = {taken.table for taken in self.taken}
+        kept = [] if earlier is None else [taken for taken in earlier.taken if taken.table not in here]
+        return replace(self, taken=[*kept, *self.taken])
+
 
 Reports = Sequence[tuple[Unjudged | None, Sequence[str]]]
 """Of each rank: its restore, and the tables that it keeps."""

@@ -156,9 +156,7 @@ class Tables:
             self._base = place
         self.missing = missing_of(shown, self.shards, restored, stored, selection)
         wanted = [table for table in stored if selection.takes_table(table, ["*"])]
-        earlier = () if self._unjudged is None else self._unjudged.taken
-        taken = [each for each in earlier if each.table not in restored]  # of a restore of other `parts`
-        own = Unjudged(shown, [*taken, *(each.taken for each in restored.values())], wanted)
+        own = Unjudged(shown, [each.taken for each in restored.values()], wanted).after(self._unjudged)
         self._unjudged = judge_own(own, [shard.name for shard in self.shards])
         return {table: each.taken.taken.rows for table, each in restored.items()}
 

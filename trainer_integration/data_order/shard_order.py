@@ -48,22 +48,10 @@ class ShardOrder:
             name: self._dealt(source, self._total(name), plan.seed, name)
             for name, source in plan.sources.items()
         }
-        if plan.rank == 0:
-            _warn_of_short_shards(
-                plan, {name: (self._total(name), mean) for name, mean in self._means.items()}
-            )
+        _check_totals(plan, {name: self._total(name) for name in plan.sources}, self._means)
         self._documents: dict[int, tuple[int, int]] = {}  # epoch of each shard, and its documents in it
         self.positions = dict.fromkeys(self.shards, Position())
         self._lane_of = dict(self._lanes())
-        if plan.world_size > plan.shards:
-            raise ConfigurationError(
-                f"{plan.shards} shards are too few for {plan.world_size} ranks; raise shards="
-            )
-        most = max(self._total(name) for name, weight in plan.weights.items() if weight)
-        if plan.world_size > most:
-            raise ConfigurationError(
-                f"{most} documents are too few for {plan.world_size} ranks; take fewer ranks"
-            )
 
     _dealt: Callable[..., Any] = DealtShards
 
@@ -392,11 +380,20 @@ class ContiguousOrder(ShardOrder):
         self.positions = positions
 
 
-def _warn_of_short_shards(plan: Plan, sources: Mapping[str, tuple[int, float]]) -> None:
-    """Say which number of shards would be right for sources that are small for theirs; `sources`: shards, mean length."""
-    for name, (total, mean) in sources.items():
-        sequences = plan.sources[name].documents * mean / plan.sequence_length
-        if plan.weights[name] and sequences < _MIN_SEQUENCES * total:
+def _check_totals(plan: Plan, totals: Mapping[str, int], means: Mapping[str, float]) -> None:
+    """Refuse more ranks than have shards of any source; warn of sources that are small for their number of shards."""
+    if plan.world_size > plan.shards:
+        raise ConfigurationError(
+            f"{plan.shards} shards are too few for {plan.world_size} ranks; raise shards="
+        )
+    most = max(total for name, total in totals.items() if plan.weights[name])
+    if plan.world_size > most:
+        raise ConfigurationError(
+            f"{most} documents are too few for {plan.world_size} ranks; take fewer ranks"
+        )
+    for name, total in totals.items():
+        sequences = plan.sources[name].documents * means[name] / plan.sequence_length
+        if plan.rank == 0 and plan.weights[name] and sequences < _MIN_SEQUENCES * total:
             _logger.warning(
                 "source %r has about %d sequences an epoch for %d shards: many documents are read twice before others are "
                 "read once. With shards=%d they are not, and that many ranks can read",
