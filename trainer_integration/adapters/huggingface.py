@@ -234,9 +234,9 @@ class Trainer(_Native):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._restoring is None:
             return
-        state = _parts_of(self) | {"trainer_state": "", "rng": RandomState().state_dict()}
+        self._random_state = _LaterRandomState()
+        state = _parts_of(self) | {"trainer_state": "", "rng": self._random_state}
         self.checkpoints.restore(state, **self._restoring)
-        self._random_state = state["rng"]
         if self._state_file.read_text() != state["trainer_state"]:
             self._state_file.write_text(state["trainer_state"])
             raise _OlderCheckpointError
@@ -245,7 +245,21 @@ class Trainer(_Native):
         """Restore the random states, after the batches of the past have been skipped."""
         super()._load_rng_state(checkpoint)
         if self._restoring is not None:
-            RandomState().load_state_dict(self._random_state)
+            self._random_state.set()
+
+
+class _LaterRandomState(RandomState):
+    """Keep the random states of a checkpoint until they are to be set."""
+
+    _loaded: Mapping[str, Any] | None = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = state
+
+    def set(self) -> None:
+        """Set them; those of another number of ranks were not loaded."""
+        if self._loaded is not None:
+            super().load_state_dict(self._loaded)
 
 
 class _Inputs:
