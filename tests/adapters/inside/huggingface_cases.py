@@ -291,7 +291,7 @@ def test_a_checkpoint_of_the_model_alone_goes_on_where_that_is_wanted(tmp_path: 
     first.train()
     tops = {name.partition(".")[0] for name in inspect(str(tmp_path / "run" / "step-00000002")).tensors}
     assert tops == {"model"}
-    with pytest.raises(LoadFailed, match=r"lacks .* optimizer\."):
+    with pytest.raises(LoadFailed, match=r"lacks 7 key\(s\): optimizer, scheduler\."):
         trainer_of(tmp_path / "run").train(resume_from_checkpoint=True)
     again = trainer_of(tmp_path / "run", steps=2, save_only_model=True)
     again.train(resume_from_checkpoint=True)
