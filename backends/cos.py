@@ -52,8 +52,8 @@ class CosStore(S3ApiStore):
             neither, ibm-cos-sdk's own chain applies (its environment variables and credentials
             file).
         client_kwargs, config_kwargs, part_size_bytes, max_attempts, connect_timeout_s,
-        read_timeout_s, unreachable_timeout_s, checksum, s3_additional_kwargs, requester_pays: as for
-        `s3://`.
+        read_timeout_s, unreachable_timeout_s, longest_pause_s, checksum, s3_additional_kwargs,
+        requester_pays: as for `s3://`.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, threads: int = 8) -> None:

@@ -37,6 +37,8 @@ class S3Store(S3ApiStore):
         max_attempts, connect_timeout_s, read_timeout_s: bound every request.
         unreachable_timeout_s: how long a server that cannot be reached (refused, name not
             resolved) is tried again, if that is to be less than `max_attempts` allow (about 35 s).
+        longest_pause_s: between two tries, where the server is out of order (default 20, as the SDK has it). With less, a
+            server that comes back is noticed sooner; `max_attempts` then last less long.
         checksum: "crc64nvme" sends a checksum with every part for the server to verify; "md5" sends
             Content-MD5 instead, as is done anyway where a server refuses the first; "none" sends none.
     """

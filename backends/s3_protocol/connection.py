@@ -51,7 +51,9 @@ class S3Connection:
         self.bucket, self.prefix = split_bucket_url(url)
         self.url = redact_url(url).rstrip("/")
         self.options, self.threads = options, threads
-        self.retries = Retries(self.url, options["max_attempts"], options["unreachable_timeout_s"])
+        self.retries = Retries(
+            self.url, options["max_attempts"], options["unreachable_timeout_s"], options["longest_pause_s"]
+        )
         self._make_client = make_client
         self._sent_secrets: tuple[str, ...] = ()
         self._opened: tuple[int, Any, ThreadPoolExecutor, RepeatedRequests] | None = None

@@ -14,6 +14,7 @@ from ckpt.backends.base import check_key, transfer_size_bytes
 from ckpt.backends.options import redact_url, take_options
 from ckpt.backends.retries import current_policy
 from ckpt.backends.s3_protocol.request_arguments import check_arguments
+from ckpt.backends.s3_protocol.retries import SDK_LONGEST_PAUSE_S
 from ckpt.errors import ConfigurationError
 
 MAX_PART_SIZE_BYTES = 5 << 30
@@ -58,6 +59,7 @@ def take_s3_options(
         "max_attempts": 8,
         "connect_timeout_s": 10.0,
         "read_timeout_s": 60.0,
+        "longest_pause_s": SDK_LONGEST_PAUSE_S,
         "unreachable_timeout_s": float(current_policy.get().unreachable_timeout_s),
         "checksum": "crc64nvme",
         "s3_additional_kwargs": {},
@@ -99,7 +101,9 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 "endpoint_url must be a plain URL; credentials have options of their own"
             )
-    positive = "part_size_bytes max_attempts connect_timeout_s read_timeout_s unreachable_timeout_s"
+    positive = (
+        "part_size_bytes max_attempts connect_timeout_s read_timeout_s unreachable_timeout_s longest_pause_s"
+    )
     for name in positive.split():
         if not options[name] > 0:
             raise ConfigurationError(f"{name} must be positive, not {options[name]}")

@@ -22,6 +22,8 @@ from ckpt.backends.s3_protocol.own_faults import is_own_fault
 _logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 4.0
+SDK_LONGEST_PAUSE_S = 20.0
+_PASSING = frozenset({500, 502, 503, 504})
 _THROTTLED = frozenset(
     {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "TooManyRequests",
      "RequestLimitExceeded", "429"}
@@ -53,9 +55,16 @@ class Retries:
         count: their number.
     """
 
-    def __init__(self, url: str, max_attempts: int, unreachable_timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        max_attempts: int,
+        unreachable_timeout_s: float,
+        longest_pause_s: float = SDK_LONGEST_PAUSE_S,
+    ) -> None:
         self.count = 0
         self._url, self._max_attempts, self._timeout_s = url, max_attempts, unreachable_timeout_s
+        self._longest_pause_s = longest_pause_s
         self._on_retry = current_policy.get().on_retry
         self._lock = threading.Lock()
         self._outage: _Outage | None = None
@@ -64,8 +73,8 @@ class Retries:
         self._refused_at_s = -math.inf
         self._refusal: Exception | None = None
 
-    def __reduce__(self) -> tuple[type[Retries], tuple[str, int, float]]:
-        return Retries, (self._url, self._max_attempts, self._timeout_s)
+    def __reduce__(self) -> tuple[type[Retries], tuple[str, int, float, float]]:
+        return Retries, (self._url, self._max_attempts, self._timeout_s, self._longest_pause_s)
 
     def watch(self, client: Any, secrets: Callable[[], list[str]]) -> None:
         """Follow the requests of a client; `secrets` are not to be told."""
@@ -154,12 +163,18 @@ class Retries:
             raise error
         outage = self._note_failure(scrub(text_of(error), secrets()), unreachable=is_unreachable(error))
         left_s = outage.began_at_s + self._timeout_s - outage.last_at_s
-        if not outage.unreachable or left_s == math.inf or attempts >= self._max_attempts:
+        if not outage.unreachable or left_s == math.inf:
+            return self._short_pause_s(attempts) if is_connection_error(error) else None
+        if attempts >= self._max_attempts:
             return None
         if left_s <= 0:
             raise error
-        pause_s = min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (attempts - 1)) * random.uniform(0.5, 1)
-        return min(pause_s, left_s)
+        return min(_rising_s(attempts, min(_LONGEST_PAUSE_S, self._longest_pause_s)), left_s)
+
+    def _short_pause_s(self, attempts: int) -> float | None:
+        """Return the pause before the next try, where pauses are to be shorter than those of the SDK."""
+        is_sdk = self._longest_pause_s >= SDK_LONGEST_PAUSE_S or attempts >= self._max_attempts
+        return None if is_sdk else _rising_s(attempts, self._longest_pause_s)
 
     def _judge_reply(self, attempts: int, reply: Any, parsed: Any, *, is_head: bool) -> float | None:
         """Return the pause before the next try, or None to leave that to the SDK."""
@@ -175,7 +190,9 @@ class Retries:
             is_throttled = time.monotonic() - self._throttled_at_s < _ONE_OUTAGE_S
         about = "asks for fewer requests" if is_throttled else "answered"
         self._note_failure(f"the server {about} {f'({code})' if is_throttled else status}", unreachable=False)
-        if not is_throttled or attempts >= _THROTTLED_ATTEMPTS * self._max_attempts:
+        if not is_throttled:
+            return self._short_pause_s(attempts) if status in _PASSING else None
+        if attempts >= _THROTTLED_ATTEMPTS * self._max_attempts:
             return None
         return _pause_s(attempts)
 
@@ -185,6 +202,10 @@ class Retries:
             self._outage = outage = _Outage(now_s, now_s)
         outage.last_at_s, outage.reason, outage.unreachable = now_s, reason, unreachable
         return outage
+
+
+def _rising_s(attempts: int, longest_s: float) -> float:
+    return min(longest_s, 0.5 * 2.0 ** (attempts - 1)) * random.uniform(0.5, 1)
 
 
 def _pause_s(attempts: int) -> float:

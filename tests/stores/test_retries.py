@@ -90,6 +90,29 @@ def test_others_stay_patient(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage().startswith("s3://bucket/x cannot be reached, trying again: Endpoint")
 
 
+class _OutOfOrder(Handler):
+    def serve(self) -> None:
+        self.answer(500, {}, b"")
+
+
+class _Silent(Handler):
+    def serve(self) -> None:
+        self.reset()
+
+
+@pytest.mark.parametrize("server", [_OutOfOrder, _Silent])
+def test_pauses_can_be_short(server: type[Handler], clock: SkippingClock) -> None:
+    """So a server that comes back is noticed soon. As many tries are made."""
+    with (
+        http_server(server) as port,
+        _open("s3", port, longest_pause_s=0.1, max_attempts=12) as store,
+        pytest.raises(StorageUnavailable),
+    ):
+        store.stat("k")
+    assert store.retries == 11
+    assert 0.5 < clock.skipped_s <= 1.1
+
+
 class _Empty(Handler):
     def serve(self) -> None:
         self.answer(404, {}, b"")

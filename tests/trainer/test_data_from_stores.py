@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,8 @@ import pyarrow.parquet
 import pytest
 from support.proxy import FaultProxy
 
-from ckpt.backends.base import put_bytes
+from ckpt.backends.base import ObjectStat, put_bytes
+from ckpt.backends.memory import MemoryStore
 from ckpt.backends.registry import open_store
 from ckpt.errors import ConfigurationError, NotFound, StorageUnavailable
 from ckpt.trainer_integration.data_store.disk_cache import BLOCK_BYTES, DiskCache
@@ -188,6 +190,69 @@ def test_a_full_disk_cache_stops_nothing(files: Path, stored: str, tmp_path: Pat
     """A file is in the place of its folder: nothing can be kept."""
     (tmp_path / "file").write_text("")
     assert batches_of(token_files(stored, disk_cache=tmp_path / "file")) == batches_of(token_files(files))
+
+
+def test_blocks_that_the_disk_cannot_keep_are_fetched_once(
+    files: Path, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many of them come at a time."""
+    (tmp_path / "file").write_text("")
+    reads: list[str] = []
+    read_into = MemoryStore.read_into
+
+    def noted(store: MemoryStore, key: str, *where: Any) -> None:
+        reads.append(key)
+        read_into(store, key, *where)
+
+    monkeypatch.setattr(MemoryStore, "read_into", noted)
+    batches_of(token_files(stored, disk_cache=tmp_path / "file"))
+    assert sorted(reads) == ["a.bin", "a.bin.offsets.npy", "b.bin", "b.bin.offsets.npy"]
+
+
+def test_files_of_others_in_the_folder_of_the_cache_are_left_alone(
+    files: Path, stored: str, tmp_path: Path
+) -> None:
+    """A user gives a folder with other things in it."""
+    others = {
+        name: name.encode() * 30_000 for name in ("count", "notes.txt", "a.tmp", ".b.0123456789abcdef.tmp")
+    }
+    for name, data in others.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder").mkdir()
+    options = {"disk_cache": tmp_path, "disk_cache_bytes": LIMIT_BYTES, "cache_bytes": 150_000}
+    assert batches_of(token_files(stored, **options)) == batches_of(token_files(files))
+    assert {name: (tmp_path / name).read_bytes() for name in others} == others
+    own = sorted(path.name for path in tmp_path.iterdir() if path.name not in {*others, "folder"})
+    assert len(own) > 1
+    assert all(name.startswith("ckpt-data-") for name in own)
+
+
+def test_what_cannot_be_removed_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Folders of such names cannot be unlinked, as files of another user cannot."""
+    limit_bytes = 2 * BLOCK_BYTES
+    for number in range(16):
+        (tmp_path / f"ckpt-data-{number}.blocks").mkdir()
+    assert not DiskCache(str(tmp_path), limit_bytes).write("x", memoryview(bytes(BLOCK_BYTES)))
+    assert "cannot be removed to make room" in caplog.text
+
+
+def test_objects_that_show_no_version_are_read_again_by_the_next_run(
+    files: Path, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = MemoryStore.stat
+
+    def bare(store: MemoryStore, key: str) -> ObjectStat:
+        return dataclasses.replace(stat(store, key), version=None, modified_at_s=None)
+
+    monkeypatch.setattr(MemoryStore, "stat", bare)
+    first = batches_of(npy_files(stored, disk_cache=tmp_path))
+    np.save(files / "d.npy", np.arange(2, 20_002, dtype=np.int32))
+    store = open_store(stored)
+    put_bytes(store, "c.npy", (files / "d.npy").read_bytes())
+    store.close()
+    second = batches_of(npy_files(stored, disk_cache=tmp_path))
+    assert second != first
+    assert second == batches_of(npy_files(stored))
 
 
 @pytest.mark.parametrize(

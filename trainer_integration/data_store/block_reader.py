@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,8 @@ _MAX_PENDING = 1024
 _PATIENCE = {
     "read_timeout_s": 5.0,
     "connect_timeout_s": 5.0,
-    "max_attempts": 16,
+    "max_attempts": 40,
+    "longest_pause_s": 4.0,
     "unreachable_timeout_s": 120.0,
 }
 """Storage options of S3 and COS for requests of at most 1 MiB: a server that is silent for 5 s is asked again."""
@@ -148,6 +150,8 @@ class BlockReader:
         self._open_bytes = 0
         self._process: _Process | None = None
         self._files = 0
+        # In place of a version, where a store shows none: the next run reads all from the store.
+        self._unknown = secrets.token_hex()
 
     def find(self, urls: Sequence[str]) -> list[StoredFile | None]:
         """Look for files, many at a time; None for one that does not exist. Raises StorageError, ConfigurationError."""
@@ -160,7 +164,11 @@ class BlockReader:
             stat = self._here().store(folder).stat(key)
         except NotFound:
             return None
-        facts = repr((url, stat.size_bytes, stat.version or stat.modified_at_s))
+        version: object = stat.version
+        if version is None and stat.modified_at_s is not None:  # servers may have files of one name and time
+            options = sorted((name, value) for name, value in self._options.items() if isinstance(value, str))
+            version = stat.modified_at_s, options
+        facts = repr((url, stat.size_bytes, version or self._unknown))
         name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         return StoredFile(0, redact_url(url), url, folder, key, stat.size_bytes, name, _LARGE_SPAN)
 
@@ -238,13 +246,13 @@ class BlockReader:
             if block is not None:
                 self._keep(file, number, block)
                 return block
+        is_on_disk = False
         if data is None:
             data = self._fetch(self._here(), file, span)
-            if self._disk is not None:
-                self._disk.write(name, memoryview(data))
+            is_on_disk = self._disk is not None and self._disk.write(name, memoryview(data))
         blocks = [data[at : at + BLOCK_BYTES] for at in range(0, size, BLOCK_BYTES)]
         for at, block in enumerate(blocks):
-            if self._disk is None or at == inside:
+            if at == inside or not is_on_disk:
                 self._keep(file, span * file.span_blocks + at, block)
         return blocks[inside]
 

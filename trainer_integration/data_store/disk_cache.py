@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import random
+import re
 import struct
 import time
 from collections.abc import Iterator
@@ -24,20 +25,26 @@ _LOCK_TIMEOUT_S = 5.0
 _PAUSE_S = 30.0
 """After an error: a full disk, or a process that was stopped while it held the lock."""
 _POLL_S = 0.005
-_COUNT = "count"
+_PREFIX = "ckpt-data-"
+_COUNT = f"{_PREFIX}count"
+_OWN = re.compile(rf"{_PREFIX}.+\.blocks")
+_LEFT = re.compile(rf"\.{_PREFIX}.+\.tmp")
+"""The names of files of blocks, and of those that a killed process has left. The folder may hold the user's own too."""
+
+_COUNT_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _COUNT_FORMAT = struct.Struct("<QQ")
 
 _logger = logging.getLogger(__name__)
 
 
 class DiskCache:
-    """A folder of files that all processes of a host share, each of them some blocks and their checksums.
+    """Files in a folder that all processes of a host share, each of them some blocks and their checksums.
 
-    The file `count` holds an upper bound of the bytes in the folder. It is raised before a file is written and lowered after
+    The file `ckpt-data-count` holds an upper bound of their bytes. It is raised before a file is written and lowered after
     files were removed, under a lock that ends with its process. So the bound holds, also after a kill.
 
     Args:
-        limit_bytes: of all files, as the file system counts them.
+        limit_bytes: of all these files, as the file system counts them. Others in the folder are left alone.
     """
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
@@ -46,7 +53,7 @@ class DiskCache:
 
     def read(self, name: str, number: int, nbytes: int) -> bytearray | None:
         """Read block `number` of a file that was written with `nbytes`; None if the cache has not, or not undamaged."""
-        path = os.path.join(self._folder, name)
+        path = self._path(name)
         start = number * BLOCK_BYTES
         data = bytearray(min(BLOCK_BYTES, nbytes - start))
         checksum = bytearray(8)
@@ -67,11 +74,11 @@ class DiskCache:
         _logger.warning(
             "%s: block %d of the disk cache is damaged; it is read again from its store", path, number
         )
-        self._remove(name)
+        _removed(path)
         return None
 
     def has(self, name: str) -> bool:
-        return os.path.exists(os.path.join(self._folder, name))
+        return os.path.exists(self._path(name))
 
     def write(self, name: str, data: memoryview) -> bool:
         """Keep blocks under a name; return False if that is not possible now."""
@@ -87,9 +94,12 @@ class DiskCache:
                 used = _read_count(count)
                 if used is None or used + size > self._limit_bytes:
                     used = self._make_room(size)
+                    _write_count(count, used)
+                if used + size > self._limit_bytes:
+                    raise OSError("its files cannot be removed to make room")
                 _write_count(count, used + size)
                 table = struct.pack(f"<{len(checksums)}Q", *checksums)
-                write_whole(os.path.join(self._folder, name), b"".join((data, table)))
+                write_whole(self._path(name), b"".join((data, table)))
         except OSError as error:
             self._paused_until_s = time.monotonic() + _PAUSE_S
             _logger.warning(
@@ -98,10 +108,8 @@ class DiskCache:
             return False
         return True
 
-    def _remove(self, name: str) -> None:
-        """Remove a file; the count stays too high until room is made."""
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._folder, name))
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, f"{_PREFIX}{name}.blocks")
 
     def _make_room(self, size: int) -> int:
         """Remove files, chosen at random, and what a killed process left; return the bytes that are used then.
@@ -109,26 +117,26 @@ class DiskCache:
         At random, as data are read in turn: of those read longest ago the next ones would be removed, epoch for epoch.
         """
         files: list[tuple[str, int]] = []
+        used = _PAGE_BYTES
         for entry in os.scandir(self._folder):
-            if entry.name == _COUNT:
+            is_left = _LEFT.fullmatch(entry.name) is not None
+            if is_left and _removed(entry.path):  # the lock is held, so no process is writing it
                 continue
-            if entry.name.endswith(".tmp"):  # the lock is held, so no process is writing it
-                self._remove(entry.name)
-                continue
-            with contextlib.suppress(FileNotFoundError):  # damaged, and removed just now
-                files.append((entry.name, _charge(entry.stat().st_size)))
-        used = _PAGE_BYTES + sum(each for _, each in files)
+            if is_left or _OWN.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):  # damaged, and removed just now
+                    files.append((entry.path, _charge(entry.stat(follow_symlinks=False).st_size)))
+                    used += files[-1][1]
         random.shuffle(files)
         while files and used + size > self._limit_bytes * _KEPT_SHARE:
-            name, freed = files.pop()
-            self._remove(name)
-            used -= freed
+            path, freed = files.pop()
+            if _removed(path):
+                used -= freed
         return used
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """Hold the lock of the folder, yield the open file of its count. Raises OSError if it is held for too long."""
-        fd = os.open(os.path.join(self._folder, _COUNT), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(os.path.join(self._folder, _COUNT), _COUNT_FLAGS, 0o666)
         try:
             deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
             while True:
@@ -146,6 +154,17 @@ class DiskCache:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a forked process may have the file too
             os.close(fd)
+
+
+def _removed(path: str) -> bool:
+    """Remove a file, if that is possible; the count stays too high until room is made."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _salt(name: str, number: int) -> int:
