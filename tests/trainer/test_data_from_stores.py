@@ -89,7 +89,7 @@ def used_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("make", SOURCES)
-@pytest.mark.parametrize("caches", ["memory", "disk", "too small"])
+@pytest.mark.parametrize("caches", ["memory", "disk", pytest.param("too small", marks=pytest.mark.slow)])
 def test_batches_are_those_of_local_files(
     files: Path, stored: str, tmp_path: Path, make: Callable[..., Source], caches: str
 ) -> None:

@@ -293,6 +293,7 @@ def test_stock_dcp_saves_and_loads_positions(tmp_path: Path, file: Path) -> None
     assert begun + rows(second, 4) == rows(loader_of(file, 0), 8)
 
 
+@pytest.mark.slow
 def test_more_shards_than_were_saved(tmp_path: Path, file: Path) -> None:
     ckpt.save({"loader": loader_of(file, 0, shards=4)}, tmp_path)
     with pytest.raises(ConfigurationError, match="shards: saved 4, here 6"):
