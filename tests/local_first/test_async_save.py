@@ -28,7 +28,7 @@ from ckpt.errors import ConfigurationError, NotCommitted, NotFound, SaveFailed
 from ckpt.local_first import calls
 from ckpt.writing.background import SaveFuture
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def state_of(step: int, numbers: int = 300_000) -> dict[str, Any]:
