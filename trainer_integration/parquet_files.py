@@ -169,7 +169,8 @@ class ParquetFiles(Source):
         )  # fmt: skip
 
     def _row_group(self, group: int) -> Any:
-        path, number = self._groups[group].path, self._groups[group].number
+        path = self._groups[group].path
+        number = self._groups[group].number
         try:
             with self._opened(self._groups[group].file) as file:
                 return file.read_row_group(number, columns=[self._column], use_threads=False).column(0)

@@ -264,7 +264,8 @@ def _map(path: Path, raw_dtype: np.dtype[Any] | None) -> Any:
 
 def _looks_wider(tokens: Tokens) -> bool:
     """Tell whether numbers of 16 bits are likely to be the halves of numbers of 32 bits."""
-    low, high = tokens[::2], tokens[1::2]
+    low = tokens[::2]
+    high = tokens[1::2]
     return len(high) > 0 and int(high.max()) < _MAX_HIGH and int(low.max()) >= _MAX_HIGH
 
 

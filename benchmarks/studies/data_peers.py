@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-SEQUENCE_LENGTH, BATCH_SIZE = 2048, 8
+SEQUENCE_LENGTH = 2048
+BATCH_SIZE = 8
 MEAN_DOCUMENT_TOKENS = 600
 PEERS = ("grain", "mosaicml-streaming", "torchdata")
 
@@ -83,7 +84,8 @@ def rate(batches: Iterator[Any], seconds: float) -> dict[str, float]:
     for _ in range(20):
         next(batches)
     tokens = 0
-    started_s, cpu_s = time.monotonic(), time.process_time()
+    started_s = time.monotonic()
+    cpu_s = time.process_time()
     while time.monotonic() < started_s + seconds:
         batch = next(batches)
         assert str(batch.dtype).endswith("int64")

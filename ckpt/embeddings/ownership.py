@@ -130,7 +130,8 @@ def check_owned(shard: _Shard, ids: Ids) -> None:
         mask = shard.rows.owns(ids)
     by = "`owns`"
     if shard.rows.order == "hash":
-        mask, by = mask & (home_of(ids, shard.shards) == shard.shard), "`owns` and `home_of`"
+        mask = mask & (home_of(ids, shard.shards) == shard.shard)
+        by = "`owns` and `home_of`"
     if not mask.all():
         raise ConfigurationError(
             f"the id {int(ids[~mask][0])} does not belong into shard {shard.shard} of {shard.shards} of {shard.name!r}, "
@@ -268,7 +269,8 @@ class _Ranges:
         self._kept = sorted(kept, key=lambda each: each[1].first)
         self.gaps: list[tuple[int, int]] = []
         self.twice: list[tuple[int, int]] = []
-        lowest, until = self._kept[0][1].first, self._kept[0][1].last
+        lowest = self._kept[0][1].first
+        until = self._kept[0][1].last
         if first is not None and first < lowest:
             self.gaps.append((first, lowest - 1))
         for _, each in self._kept[1:]:

@@ -31,15 +31,23 @@ class Unjudged:
     taken: Sequence[Taken]
     tables: Sequence[str]
 
-    def after(self, earlier: Unjudged | None) -> Unjudged:
-        """Add what an earlier restore, of other `parts`, took of other tables."""
-        here = {taken.table for taken in self.taken}
-        kept = [] if earlier is None else [taken for taken in earlier.taken if taken.table not in here]
-        return replace(self, taken=[*kept, *self.taken])
-
 
 Reports = Sequence[tuple[Unjudged | None, Sequence[str]]]
 """Of each rank: its restore, and the tables that it keeps."""
+
+
+def unjudged(
+    url: str,
+    restored: Mapping[str, Restored],
+    stored: Collection[str],
+    selection: Selection,
+    earlier: Unjudged | None,
+) -> Unjudged:
+    """Note a restore to be judged, with what an `earlier` one, of other `parts`, took of other tables."""
+    before = () if earlier is None else earlier.taken
+    taken = [each for each in before if each.table not in restored]
+    taken += [each.taken for each in restored.values()]
+    return Unjudged(url, taken, [table for table in stored if selection.takes_table(table, ["*"])])
 
 
 def judge(reports: Reports, rank: int) -> None:

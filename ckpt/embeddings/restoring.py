@@ -311,7 +311,8 @@ class _Reader:
     ) -> None:
         """`stored` counts the rows."""
         self._checkpoint, self._chain, self.generation, self._store = checkpoint, chain, generation, rows
-        self._columns, self._stored = fit.columns, stored
+        self._columns = fit.columns
+        self._stored = stored
         self._zeros = {} if isinstance(rows, DenseRows) else fit.others
         self._prefix = PREFIX + chain.prefix(generation)
         self.ids: Ids | range = np.empty(0, dtype=np.int64)
@@ -481,7 +482,8 @@ def _are_all(rows: RowStore, inserted: list[Ids | range]) -> bool:
     base = inserted[0]
     if isinstance(rows, DenseRows) and isinstance(base, range):
         return base.start <= rows.first_id and rows.first_id + rows.count <= base.stop
-    ids, arrays = rows.ids(), [range_ids(each) for each in inserted]
+    ids = rows.ids()
+    arrays = [range_ids(each) for each in inserted]
     return np.array_equal(ids, arrays[0]) or bool(np.isin(ids, np.concatenate(arrays)).all())
 
 
@@ -514,11 +516,13 @@ class _Fit:
 
 def _fit_columns(shard: TableShard, chain: Chain, selection: Selection) -> _Fit:
     """Choose the columns to restore. Raises ConfigurationError if the selection does not accept how they differ."""
-    own, stored = shard.rows.columns, {column.name: column for column in chain.columns}
+    own = shard.rows.columns
+    stored = {column.name: column for column in chain.columns}
     asked = [name for name in sorted(own.keys() | stored.keys()) if selection.takes(shard.name, name)]
     taken = [name for name in asked if name in own and name in stored]
     for name in asked:
-        here, there = _shape(own.get(name)), _stored_shape(stored.get(name))
+        here = _shape(own.get(name))
+        there = _stored_shape(stored.get(name))
         if here != there and (selection.strict or name in taken or not taken):
             hint = "strict=False restores those that both have, parts= those that it names"
             raise ConfigurationError(
@@ -557,7 +561,8 @@ class _Stored:
 
     def add(self, ids: Ids, owned: _Mask) -> None:
         """Count some rows, one or more, of which this store owns some."""
-        first, last = int(ids.min()), int(ids.max())
+        first = int(ids.min())
+        last = int(ids.max())
         self.last = last if self.first is None else max(self.last, last)
         self.first = first if self.first is None else min(self.first, first)
         own = RowCount.of(ids[owned])

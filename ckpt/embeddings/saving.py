@@ -27,7 +27,7 @@ from ckpt.embeddings.chain import first_to_merge
 from ckpt.embeddings.cut import Cut
 from ckpt.embeddings.gate import UpdateGate
 from ckpt.embeddings.ownership import Offer, check_offers, check_samples
-from ckpt.embeddings.restored import Unjudged, judge, judge_own, missing_of, selected
+from ckpt.embeddings.restored import Unjudged, judge, judge_own, missing_of, selected, unjudged
 from ckpt.embeddings.restoring import restore_tables, stored_tables
 from ckpt.embeddings.shard import Due, TableShard, entries_of
 from ckpt.errors import BaseGone, ConfigurationError, SaveFailed
@@ -150,13 +150,13 @@ class Tables:
         place = normal_url(url)
         with OpenCheckpoint(place, storage_options) as checkpoint:
             restored = restore_tables(checkpoint, self.shards, selection)
-            shown, stored = checkpoint.store.url, stored_tables(checkpoint)
+            shown = checkpoint.store.url
+            stored = stored_tables(checkpoint)
             commit = checkpoint.parts[0].commit
         if commit is not None and commit.is_referable:
             self._base = place
         self.missing = missing_of(shown, self.shards, restored, stored, selection)
-        wanted = [table for table in stored if selection.takes_table(table, ["*"])]
-        own = Unjudged(shown, [each.taken for each in restored.values()], wanted).after(self._unjudged)
+        own = unjudged(shown, restored, stored, selection, self._unjudged)
         self._unjudged = judge_own(own, [shard.name for shard in self.shards])
         return {table: each.taken.taken.rows for table, each in restored.items()}
 
@@ -294,7 +294,8 @@ class Tables:
         """Describe the cut of this rank: what it can refer to, and what it would write."""
         if begun.error is not None:
             raise begun.error
-        base, offers = _base_beside(self._base, url), [shard.offer() for shard in self.shards]
+        base = _base_beside(self._base, url)
+        offers = [shard.offer() for shard in self.shards]
         return _RankOffer(begun.epoch, base, offers, self._unjudged)
 
 

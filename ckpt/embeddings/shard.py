@@ -44,8 +44,7 @@ class _Change:
 class TableShard:
     """One process's shard of a table, of which saves write only what changed.
 
-    Change rows inside `writing`, or tell of changes with `touch` where no save runs meanwhile. All methods may be
-    called from any thread.
+    Change rows inside `writing`, or call `touch` after changes while no save runs. Any thread may call any method.
 
     Args:
         name: of the table, the same on all processes: letters, digits, `_`, `-`.
@@ -95,7 +94,8 @@ class TableShard:
         self.name, self.rows, self.shard, self.shards = name, rows, shard, shards
         self._bits = _checked_bits(rows, quantize or {})
         self._max_deltas, self._max_delta_ratio = max_deltas, max_delta_ratio
-        self._max_aside_bytes, self._allow_gaps = max_aside_bytes, allow_gaps
+        self._max_aside_bytes = max_aside_bytes
+        self._allow_gaps = allow_gaps
         self.lock = threading.RLock()
         self._touched, self._evicted = Touched(), Touched()
         self._chain: Chain | None = None
@@ -217,7 +217,8 @@ class TableShard:
         cut, changes = self._cut, [*self._changes, self._unsaved]
         assert cut is not None
         if first is None:
-            ids, evicted = sorted_ids(cut.all_ids(), self.rows.order), self._unsaved.evicted
+            ids = sorted_ids(cut.all_ids(), self.rows.order)
+            evicted = self._unsaved.evicted
             kept: list[Generation] = []
             check_owned(self, ids)
         else:

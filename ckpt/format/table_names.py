@@ -50,7 +50,8 @@ def rows_of_tables(sizes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, Tabl
         found = _ENTRY.fullmatch(fqn) if fqn.startswith(TABLES_PREFIX) else None
         if found is None or found["number"] is None or found["scales"] or not size:
             continue
-        shard, number = (found["table"], found["shard"]), int(found["number"])
+        shard = (found["table"], found["shard"])
+        number = int(found["number"])
         if found["evicted"]:
             evicted[shard][number] += size[0]
         elif found["column"] and columns.setdefault(shard, found["column"]) == found["column"]:

@@ -42,7 +42,8 @@ class Interleaved(DictRows):
 
 
 def interleaved(rest: int, rank: int, ranks: int) -> Tables:
-    rows, ids = Interleaved(COLUMNS, rest, ranks), np.arange(rest, 40, ranks)
+    rows = Interleaved(COLUMNS, rest, ranks)
+    ids = np.arange(rest, 40, ranks)
     rows.write(ids, {"values": torch.zeros(len(ids), 2)})
     return Tables(TableShard("user", rows, shard=rank, shards=ranks))
 

@@ -108,7 +108,8 @@ def test_no_row_changes_before_all_tables_fit(saved: Path) -> None:
 
 def test_zeros_of_wide_columns_are_written_in_steps(tmp_path: Path) -> None:
     """However narrow the stored columns are: a batch of theirs holds many rows."""
-    narrow, ids = DictRows({"count": Column(1, torch.int32)}), np.arange(1000)
+    narrow = DictRows({"count": Column(1, torch.int32)})
+    ids = np.arange(1000)
     narrow.write(ids, {"count": torch.ones(1000, 1, dtype=torch.int32)})
     Tables(TableShard("user", narrow)).save({}, tmp_path / "0")
     sizes: list[int] = []
@@ -148,7 +149,8 @@ def test_merges_bases_and_evictions_are_no_loss_of_rows(
         TableShard("item", DenseRows(0, values=values), **bounds),
         TableShard("user", rows, **bounds),
     )
-    tables, random = Tables(item, users), np.random.default_rng(0)
+    tables = Tables(item, users)
+    random = np.random.default_rng(0)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 16):
             ids = np.unique(random.integers(0, 400, 30))
@@ -192,7 +194,8 @@ def test_a_broken_base_is_noticed_by_the_next_save(tmp_path: Path) -> None:
 def test_tables_alone_go_back_and_on(tmp_path: Path, is_new: bool) -> None:
     """A location whose rows later checkpoints name is not replaced; these removed, it is, by deltas."""
     shard = user(0.0)
-    tables, expected = Tables(shard), {}
+    tables = Tables(shard)
+    expected: dict[int, list[float]] = {}
 
     def save(step: int, value: float) -> None:
         with shard.writing([step]):

@@ -75,19 +75,23 @@ class Stream:
     """The tokens of one source in the order in which they are read, epoch after epoch."""
 
     def __init__(self, corpus: Corpus, name: str) -> None:
-        self._corpus, self._name = corpus, name
+        self._corpus = corpus
+        self._name = name
         self.sequences = 0  # read since the weights last changed
-        self._epoch, self._read = 0, 0
+        self._epoch = 0
+        self._read = 0
         self._begin(head=0, length=0)
 
     def _begin(self, *, head: int, length: int) -> None:
         """Cut the epoch after `head` tokens; runs of neighbouring sequences are read in turn."""
-        corpus, name = self._corpus, self._name
+        corpus = self._corpus
+        name = self._name
         documents: Sequence[int] = range(len(corpus.documents[name]))
         if corpus.seed is not None:
             documents = shuffled(len(documents), corpus.seed, name, "documents", self._epoch)
         stored = corpus.tokens(name, documents)
-        self._head, self._length = head, length
+        self._head = head
+        self._length = length
         cuts = range(head, len(stored), length) if length else ()
         sequences = [stored[at : at + length] for at in cuts]
         runs = min(len(sequences), corpus.shards if corpus.seed is not None else 1)
@@ -103,7 +107,7 @@ class Stream:
             self._begin(head=self._read, length=length)
 
     def left(self, length: int, epochs: int) -> int:
-        """Count the sequences up to the end of so many epochs."""
+        """Count the sequences up to the end of some epochs."""
         return -(-max(0, (epochs - self._epoch) * self._tokens - self._read) // length)
 
     def take(self, length: int, epochs: int | None) -> Row:
@@ -139,7 +143,9 @@ class Known:
             stream.sequences = stream.sequences if is_same else 0
             if mix.weights[name]:
                 stream.resume(mix.sequence_length)
-        self._mix, self._weights, self._world_size = mix, mix.weights, world_size
+        self._mix = mix
+        self._weights = mix.weights
+        self._world_size = world_size
         self._rows: list[Row] = []
         self._more = self._sequences(copy.deepcopy(self._streams))
 
@@ -283,11 +289,14 @@ class Unknown:
 
     def resume(self, mix: Mix, world_size: int) -> None:
         """Begin a stint."""
-        is_same, shards = self._weights == mix.weights, self._shards
+        is_same = self._weights == mix.weights
+        shards = self._shards
         self._shards = {name: shards.get(name) or self._new(name) for name in mix.weights}
         for shard in itertools.chain.from_iterable(self._shards.values()):
             shard.sequences = shard.sequences if is_same else 0
-        self._mix, self._weights, self._world_size = mix, mix.weights, world_size
+        self._mix = mix
+        self._weights = mix.weights
+        self._world_size = world_size
         self._read: dict[int, list[tuple[str, int]]] = {}
 
     def _new(self, name: str) -> list[Shard]:
@@ -296,7 +305,8 @@ class Unknown:
 
     def check(self, rank: int, rows: Sequence[Row]) -> None:
         """Compare the rows that a rank has read in this stint: each is the next one of one of its shards."""
-        corpus, mix = self._corpus, self._mix
+        corpus = self._corpus
+        mix = self._mix
         own = {name: self._own(rank, name) for name, weight in mix.weights.items() if weight}
         counts = {name: sum(shard.sequences for shard in shards) for name, shards in own.items()}
         following = {name: [shard.next(corpus, mix) for shard in shards] for name, shards in own.items()}

@@ -300,7 +300,7 @@ def test_a_store_that_stops_costs_no_batch(
 def test_a_store_that_stays_away_is_an_error_of_the_store(
     remote: tuple[str, dict[str, Any]], proxy: FaultProxy
 ) -> None:
-    """It is no document that cannot be read, and none is skipped; the iteration goes on when the store is back."""
+    """It is no document that cannot be read, and none is skipped; the iteration continues when the store is back."""
     url, options = remote
     source = token_files(url, **options)
     loader = loader_of(source)

@@ -193,7 +193,8 @@ def test_sources_take_turns_by_when_they_are_due(
         return Schedule(weights, [0] * len(weights), limits, on_exhausted)
 
     for at_a_time in (97, 4096):
-        schedule, planned = made(), []
+        schedule = made()
+        planned: list[tuple[int, ...]] = []
         while len(taken := np.stack(schedule.take(at_a_time), 1)):
             planned += [tuple(turn) for turn in taken.tolist()]
         assert planned == turns

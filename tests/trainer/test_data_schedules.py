@@ -23,7 +23,8 @@ from ckpt.trainer_integration.dataloader import RescalableLoader
 from ckpt.trainer_integration.dataset import ShardedDataset
 
 PAD = -1
-BOS, EOS = 10**7, 10**7 + 1
+BOS = 10**7
+EOS = 10**7 + 1
 NAMES = "abc"
 
 
@@ -182,7 +183,8 @@ class OfRank:
 
 def read(loader: RescalableLoader, stint: Stint, rank: int) -> OfRank:
     found = OfRank([], 0, False, loader.state_dict())
-    batches, saved = stint.batches[rank], stint.saved[rank]
+    batches = stint.batches[rank]
+    saved = stint.saved[rank]
     at = 0
     for at, batch in enumerate(batches_of(loader, stint, batches), 1):
         found.rows += rows_of(batch)

@@ -362,7 +362,9 @@ def _keep_rule(args: Any, keep: Any) -> keeping.KeepRule | None:
 
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise ConfigurationError for what cannot be saved, or would be left out of a checkpoint."""
-    args, data, version = trainer.args, trainer.train_dataset, transformers.__version__
+    args = trainer.args
+    data = trainer.train_dataset
+    version = transformers.__version__
     overridden = [name for name in vars(Trainer) if name.startswith("_") and not name.startswith("__")]
     missing = [name for name in overridden if not hasattr(_Native, name)]
     wrong = {

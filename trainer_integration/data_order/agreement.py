@@ -20,7 +20,8 @@ class Agreement:
     others compare. Ranks without a data set are not waited for."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         # One rank alone can have data sets of its own, which the others do not count.
         self._number = next(_made) if world_size > 1 else 0
         self._begun = 0

@@ -48,7 +48,8 @@ class DiskCache:
     """
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
-        self._folder, self._limit_bytes = folder, limit_bytes
+        self._folder = folder
+        self._limit_bytes = limit_bytes
         self._paused_until_s = 0.0
 
     def read(self, name: str, number: int, nbytes: int) -> bytearray | None:

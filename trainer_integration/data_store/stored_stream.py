@@ -13,7 +13,8 @@ class StoredStream(io.RawIOBase):
 
     def __init__(self, reader: BlockReader, file: StoredFile) -> None:
         super().__init__()
-        self._reader, self._file = reader, file
+        self._reader = reader
+        self._file = file
         self._at = 0
 
     def readable(self) -> bool:

@@ -25,13 +25,16 @@ class StoredTokens:
     """
 
     def __init__(self, reader: BlockReader, file: StoredFile, raw_dtype: np.dtype[Any] | None) -> None:
-        self._reader, self._file = reader, file
+        self._reader = reader
+        self._file = file
         if raw_dtype is None:
             shape, self.dtype, self._head_bytes = _npy_head(
                 file, reader.block(file, 0) if file.size_bytes else b""
             )
         else:
-            shape, self.dtype, self._head_bytes = (file.size_bytes // raw_dtype.itemsize,), raw_dtype, 0
+            shape = (file.size_bytes // raw_dtype.itemsize,)
+            self.dtype = raw_dtype
+            self._head_bytes = 0
         self.ndim = len(shape)
         self._itemsize = self.dtype.itemsize
         self._length = shape[0] if shape else 0
@@ -76,7 +79,9 @@ class _Part:
     """Tokens `start` to `stop` of a file."""
 
     def __init__(self, tokens: StoredTokens, start: int, stop: int) -> None:
-        self._tokens, self._start, self._stop = tokens, start, stop
+        self._tokens = tokens
+        self._start = start
+        self._stop = stop
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -94,7 +99,8 @@ def _npy_head(file: StoredFile, begin: bytearray | bytes) -> tuple[tuple[int, ..
         width = 2 if begin[6] == 1 else 4
         stop = 8 + width + int.from_bytes(begin[8 : 8 + width], "little")
         head = ast.literal_eval(begin[8 + width : stop].decode("latin1"))
-        shape, kind = tuple(map(int, head["shape"])), np.dtype(head["descr"])
+        shape = tuple(map(int, head["shape"]))
+        kind = np.dtype(head["descr"])
         if kind.hasobject or stop % max(1, kind.itemsize):
             raise ValueError(f"an array of {kind} cannot be read in parts")
         return shape, kind, stop

@@ -25,13 +25,15 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
     """Give all ranks the same batch in a step: sums of gradients are then exact on 1, 2 or 4 ranks."""
 
     def __init__(self, steps: int, ranks: int) -> None:
-        self._size, self.ranks = steps * BATCH * ranks, ranks
+        self._size = steps * BATCH * ranks
+        self.ranks = ranks
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        step, row = index // (BATCH * self.ranks), index % BATCH
+        step = index // (BATCH * self.ranks)
+        row = index % BATCH
         generator = torch.Generator().manual_seed(1000 * step + row)
         tokens = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
         return {"input_ids": tokens, "labels": tokens}

@@ -203,7 +203,8 @@ class LoaderPart(Part):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
-        self._rank, self._ranks = rank, ranks
+        self._rank = rank
+        self._ranks = ranks
         self._loader = self._made()
         self.values = {"loader": self._loader}
         self._batches: Any = None
