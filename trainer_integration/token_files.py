@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import secrets
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -28,6 +31,7 @@ from ckpt.trainer_integration.sources import (
     as_tokens,
     fingerprint_of,
 )
+from ckpt.whole_files import write_whole
 
 __all__ = ["TokenFiles", "write_token_file"]
 
@@ -235,17 +239,29 @@ def write_token_file(
     *,
     dtype: npt.DTypeLike = np.uint16,
 ) -> None:
-    """Write documents as raw tokens, and their offsets to a file beside them."""
+    """Write documents as raw tokens, and their offsets to a file next to them.
+
+    A file that is there is replaced once all is written: programs that have it mapped keep reading the older one.
+    """
     offsets = [0]
-    with open(path, "wb") as file:
-        for document in documents:
-            try:
-                tokens = as_tokens(document, np.dtype(dtype))
-            except ConfigurationError as error:
-                raise ConfigurationError(f"document {len(offsets) - 1}: {error.message}") from None
-            file.write(tokens.tobytes())
-            offsets.append(offsets[-1] + tokens.size)
-    np.save(f"{os.fspath(path)}{_OFFSETS}", np.array(offsets, np.int64), allow_pickle=False)
+    partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.tmp"
+    try:
+        with open(partial, "xb") as file:
+            for document in documents:
+                try:
+                    tokens = as_tokens(document, np.dtype(dtype))
+                except ConfigurationError as error:
+                    raise ConfigurationError(f"document {len(offsets) - 1}: {error.message}") from None
+                file.write(tokens.tobytes())
+                offsets.append(offsets[-1] + tokens.size)
+        head = io.BytesIO()
+        np.save(head, np.array(offsets, np.int64), allow_pickle=False)
+        write_whole(f"{os.fspath(path)}{_OFFSETS}", head.getvalue())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 def _map(path: Path, raw_dtype: np.dtype[Any] | None) -> Any:

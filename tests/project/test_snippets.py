@@ -123,11 +123,11 @@ def test_a_page_runs_from_top_to_bottom(page: str, elsewhere: Path, iam: IamServ
 
 
 def _upload_data(url: str) -> None:
-    write_token_file("web.bin", [[n + 1] * 5000 for n in range(8)])
+    write_token_file("stored.bin", [[n + 1] * 5000 for n in range(8)])
     store = open_store(url)
     for name in ("web-00000.bin", "web-00001.bin"):
-        put_bytes(store, name, Path("web.bin").read_bytes())
-        put_bytes(store, f"{name}.offsets.npy", Path("web.bin.offsets.npy").read_bytes())
+        put_bytes(store, name, Path("stored.bin").read_bytes())
+        put_bytes(store, f"{name}.offsets.npy", Path("stored.bin.offsets.npy").read_bytes())
 
 
 def _leave_what_the_page_had_before(page: str, mine: dict[str, Any]) -> None:

@@ -345,6 +345,7 @@ ROOMS: Mapping[str, Room] = {
             "ckpt.consistency.block_digests",
             "ckpt.content.checks",
             "ckpt.errors",
+            "ckpt.whole_files",
             "ckpt.api",
             "ckpt.collective",
             "ckpt.embeddings",

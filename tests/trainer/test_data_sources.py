@@ -225,3 +225,16 @@ def test_a_cache_holds_what_was_used_last_within_its_budget(uses: list[tuple[int
     assert [*cache._values] == model
     cache.get("large", lambda: 0, lambda _: 101)
     assert [*cache._values] == model
+
+
+def test_a_token_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Else a program that has it mapped would die of SIGBUS."""
+    path = tmp_path / "a.bin"
+    write_token_file(path, [[1] * 50_000, [2] * 50_000])
+    source = TokenFiles([path])
+    with pytest.raises(ConfigurationError, match="document 1"):
+        write_token_file(path, [[3], [70_000]])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.bin", "a.bin.offsets.npy"]
+    write_token_file(path, [[3]])
+    assert source.tokens(1).tolist() == [2] * 50_000
+    assert TokenFiles([path]).tokens(0).tolist() == [3]
