@@ -32,6 +32,7 @@ from ckpt.reading.foreign_files import ForeignFiles
 from ckpt.reading.reader import CheckpointReader
 from ckpt.state import ModelState, OptimizerState
 from ckpt.trainer_integration.adapters.host import newest_checkpoint
+from ckpt.trainer_integration.dataloader import RescalableLoader
 from ckpt.trainer_integration.keeping import KeepRule
 from ckpt.trainer_integration.manager import CheckpointManager
 from ckpt.trainer_integration.run.async_modes import AsyncMode
@@ -98,7 +99,7 @@ class Checkpointer:
         lacking = _add_initial_lr(optimizer)
         text = json.dumps({**metadata, "step": step, _LACKING: lacking}, default=_plain)
         parts = {**_parts(model, optimizer), "metadata": text}
-        if _is_rescalable(dataloader):
+        if isinstance(dataloader, RescalableLoader):
             parts["loader"] = dataloader
         elif dataloader is not None and not _in_workers(dataloader):
             parts["loader_state"] = {f"rank-{dist.get_rank():05d}": _loader_state(dataloader.dataset)}
@@ -205,7 +206,7 @@ class Checkpointer:
         """Let the dataset take its state after `step`: that of the checkpoint, or of files that it keeps itself."""
         if dataloader is None:
             return
-        if _is_rescalable(dataloader):
+        if isinstance(dataloader, RescalableLoader):
             api.load({"loader": dataloader}, place, **self._options)
             return
         dataset, in_workers = dataloader.dataset, _in_workers(dataloader)
@@ -267,11 +268,6 @@ def _add_initial_lr(optimizer: Any) -> list[int]:
 def _drop_initial_lr(optimizer: Any, lacking: list[int]) -> None:
     for index in lacking if optimizer is not None else ():
         del optimizer.param_groups[index]["initial_lr"]
-
-
-def _is_rescalable(dataloader: Any) -> bool:
-    """Tell whether this is a `RescalableLoader`, whose state is a part of a checkpoint."""
-    return hasattr(dataloader, "state_dict_of_all_ranks")
 
 
 def _in_workers(dataloader: Any) -> bool:

@@ -26,6 +26,7 @@ from ckpt.errors import CheckpointError, ConfigurationError, LoadFailed, NotFoun
 from ckpt.ranks.group import Ranks
 from ckpt.tools.ls import list_checkpoints
 from ckpt.tools.remove import remove
+from ckpt.trainer_integration.dataloader import RescalableLoader
 from ckpt.trainer_integration.run.restore import DAMAGE
 
 __all__ = ["adapt"]
@@ -345,7 +346,7 @@ class Finding(_Base):
         loaders = trainer.fit_loop._combined_loader.flattened if states else []
         stateful = [loader for loader in loaders if isinstance(loader, Stateful)]
         for number, loader in enumerate(stateful):
-            if hasattr(loader, "state_dict_of_all_ranks"):
+            if isinstance(loader, RescalableLoader):
                 states[number] = loader.state_dict_of_all_ranks()
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
@@ -372,7 +373,7 @@ def _record(loaders: Any, batch: Any) -> None:
     elif isinstance(loaders, list | tuple):
         for loader, part in zip(loaders, batch, strict=True):
             _record(loader, part)
-    elif hasattr(loaders, "state_dict_of_all_ranks") and batch is not None:
+    elif isinstance(loaders, RescalableLoader) and batch is not None:
         loaders.record(batch)
 
 

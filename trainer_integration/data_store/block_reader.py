@@ -22,7 +22,7 @@ from ckpt.backends.paths import path_of
 from ckpt.backends.registry import normal_url, open_store, options_dict
 from ckpt.errors import ConfigurationError, NotFound, StorageError
 from ckpt.trainer_integration.data_store.disk_cache import BLOCK_BYTES, DiskCache
-from ckpt.trainer_integration.data_store.fetchers import Fetchers
+from ckpt.trainer_integration.data_store.fetchers import fetchers_of_process
 from ckpt.trainer_integration.sources import Cache
 
 DEFAULT_DISK_CACHE_BYTES = 64 << 30
@@ -105,7 +105,7 @@ class _Process:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.pid = os.getpid()
         self.pending: OrderedDict[tuple[int, int], Future[bytearray | None]] = OrderedDict()
-        self.fetchers = Fetchers(_THREADS)
+        self.fetchers = fetchers_of_process(_THREADS)
         self._options = options
         self._stores: dict[str, Store] = {}
         self._lock = threading.Lock()
@@ -143,7 +143,6 @@ class BlockReader:
             folder = os.path.abspath(os.path.expanduser(os.fspath(disk_cache)))
             self._disk = DiskCache(folder, disk_cache_bytes)
         self._capacity_bytes = cache_bytes if self._disk is None else disk_cache_bytes
-        self._pending_bytes = _MAX_PENDING * _LARGE_SPAN * BLOCK_BYTES if self._disk else cache_bytes // 2
         self._cache_bytes = cache_bytes
         self._blocks: Cache[bytearray] = Cache(cache_bytes)
         self._kept: Counter[int] = Counter()  # blocks in memory of each file
@@ -224,13 +223,19 @@ class BlockReader:
             key = (file.number, number)
             if key in process.pending or self._has(file, max(first, number * file.span_blocks), number):
                 continue
-            if len(process.pending) * span_bytes >= self._pending_bytes:
+            if len(process.pending) * span_bytes >= self._most_pending_bytes():
                 oldest = next(iter(process.pending))
                 if not process.pending[oldest].done():
                     return
                 del process.pending[oldest]  # an iteration that ended did not take it
             fetch = functools.partial(self._fetch_ahead, process, file, number)
             process.pending[key] = process.fetchers.submit(fetch)
+
+    def _most_pending_bytes(self) -> int:
+        """Return how much may be fetched ahead: what the disk keeps takes no memory."""
+        if self._disk is None or self._disk.is_paused:
+            return self._cache_bytes // 2
+        return _MAX_PENDING * _LARGE_SPAN * BLOCK_BYTES
 
     def _has(self, file: StoredFile, block: int, span: int) -> bool:
         if (file.number, block) in self._blocks:

@@ -78,6 +78,11 @@ class DiskCache:
         _removed(path)
         return None
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is kept for now, after an error."""
+        return time.monotonic() < self._paused_until_s
+
     def has(self, name: str) -> bool:
         return os.path.exists(self._path(name))
 
@@ -85,7 +90,7 @@ class DiskCache:
         """Keep blocks under a name; return False if that is not possible now."""
         checksums = [_salt(name, at) ^ crc for at, crc in enumerate(block_crcs([data], BLOCK_BYTES))]
         size = _charge(data.nbytes + 8 * len(checksums))
-        if size > self._limit_bytes - _PAGE_BYTES or time.monotonic() < self._paused_until_s:
+        if size > self._limit_bytes - _PAGE_BYTES or self.is_paused:
             return False
         try:
             os.makedirs(self._folder, exist_ok=True)

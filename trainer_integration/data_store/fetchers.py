@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,16 @@ from queue import SimpleQueue
 from typing import Any
 
 _Work = tuple["Future[Any]", Callable[[], Any]]
+
+_of_process: weakref.WeakValueDictionary[int, Fetchers] = weakref.WeakValueDictionary()
+
+
+def fetchers_of_process(threads: int) -> Fetchers:
+    """Return the threads of this process, which all its sources share; a forked one has its own."""
+    fetchers = _of_process.get(os.getpid())
+    if fetchers is None:
+        fetchers = _of_process[os.getpid()] = Fetchers(threads)
+    return fetchers
 
 
 class Fetchers:

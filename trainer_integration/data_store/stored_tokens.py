@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
+import io
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from ckpt.errors import FormatError
 from ckpt.trainer_integration.data_store.block_reader import BlockReader, StoredFile
 from ckpt.trainer_integration.data_store.disk_cache import BLOCK_BYTES
 from ckpt.trainer_integration.sources import Sliced, Tokens
-
-_MAGIC = b"\x93NUMPY"
 
 
 class StoredTokens:
@@ -93,16 +92,13 @@ class _Part:
 
 def _npy_head(file: StoredFile, begin: bytearray | bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     """Return the shape and the type of a `.npy` file, and the size of its head."""
+    stream = io.BytesIO(begin)
     try:
-        if begin[:6] != _MAGIC:
-            raise ValueError("it does not begin as a .npy file")
-        width = 2 if begin[6] == 1 else 4
-        stop = 8 + width + int.from_bytes(begin[8 : 8 + width], "little")
-        head = ast.literal_eval(begin[8 + width : stop].decode("latin1"))
-        shape = tuple(map(int, head["shape"]))
-        kind = np.dtype(head["descr"])
-        if kind.hasobject or stop % max(1, kind.itemsize):
-            raise ValueError(f"an array of {kind} cannot be read in parts")
-        return shape, kind, stop
-    except (ValueError, SyntaxError, KeyError, IndexError, TypeError) as error:
+        is_first = npy.read_magic(stream) == (1, 0)
+        read_header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+        shape, _, kind = read_header(stream)
+    except ValueError as error:
         raise FormatError(f"{file.url}: {error}") from error
+    if kind.hasobject or stream.tell() % max(1, kind.itemsize):
+        raise FormatError(f"{file.url}: an array of {kind} cannot be read in parts")
+    return shape, kind, stream.tell()
