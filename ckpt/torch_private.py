@@ -11,7 +11,7 @@ import contextlib
 import copy
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -89,6 +89,32 @@ def fsspec_storage() -> tuple[Any, ...]:
 
 archive_reader: Callable[[Any], Any] = torch._C.PyTorchFileReader
 """Opens a `torch.save` archive with torch's own parser."""
+
+
+class _NothingToCheck(list[torch.Tensor]):
+    """Takes no sparse tensor."""
+
+    def append(self, tensor: torch.Tensor) -> None:
+        """Drop it."""
+
+
+@contextlib.contextmanager
+def unchecked_sparse_tensors() -> Iterator[None]:
+    """Let `torch.load` on this thread skip its check of sparse tensors, from torch 2.15 on.
+
+    The check reads their elements, which tensors on the meta device do not have.
+    """
+    local = torch.serialization._serialization_tls
+    before = getattr(local, "sparse_tensors_to_validate", None)
+    if before is None:
+        yield
+        return
+    local.sparse_tensors_to_validate = _NothingToCheck()
+    try:
+        yield
+    finally:
+        local.sparse_tensors_to_validate = before
+
 
 storage_dtype: Callable[[str], torch.dtype] = torch.storage._get_dtype_from_pickle_storage_type
 """Returns the dtype of a typed storage, such as `FloatStorage`, by its name in a pickle."""

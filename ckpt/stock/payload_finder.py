@@ -15,7 +15,7 @@ from ckpt.errors import FormatError
 from ckpt.format.elements import StoredTensor
 from ckpt.stock.item_archive import check_archive, is_stored_as_it_is
 from ckpt.stock.item_files import PagedFile, ReadAt
-from ckpt.torch_private import checkpoint_offset
+from ckpt.torch_private import checkpoint_offset, unchecked_sparse_tensors
 
 
 def locate_payload(read_at: ReadAt, item_offset: int, item_bytes: int) -> StoredTensor | None:
@@ -45,7 +45,8 @@ def load_meta(reader: Any, file: PagedFile, threads: Executor | None = None) -> 
     if not all(is_stored_as_it_is(reader, file, name) for name in storages):
         raise FormatError("has another byte order, or compressed records; save it again with torch.save")
     file.seek(0)
-    return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    with unchecked_sparse_tensors():
+        return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
 
 
 def is_plain_tensor(value: Any) -> bool:

@@ -25,6 +25,7 @@ from ckpt.options import SaveOptions
 from ckpt.state import training_state
 from ckpt.state.rank_agreement import _merged
 from ckpt.state.rank_digests import RankDigests, digest
+from ckpt.transfer.tensor_memory import memory_of
 
 
 def digests_of(state: dict[str, Any], turn: int = 2, *, is_whole: bool = False) -> RankDigests:
@@ -50,7 +51,8 @@ def spread(value: Any) -> Any:
         return [spread(item) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
-    wide = torch.zeros(*value.shape, 2, dtype=value.dtype)
+    wide = torch.empty(*value.shape, 2, dtype=value.dtype)
+    memory_of(wide)[:] = bytes(wide.nbytes)
     wide[..., 0] = value
     return wide[..., 0]
 

@@ -137,10 +137,10 @@ def test_hostile_headers_take_little_memory(tmp_path: Path) -> None:
         (tmp_path / "a.safetensors").write_bytes(file_of(b'{"a":[' + header + b"0]}"))
         target = tmp_path / f"{number}.pt"
         code = (
-            "import sys, ckpt\ntry: ckpt.convert(sys.argv[1], sys.argv[2])\n"
+            "try: ckpt.convert(sys.argv[1], sys.argv[2])\n"
             "except ckpt.errors.FormatError: pass\nelse: raise SystemExit('it worked')\n"
         )
-        assert peak_bytes(tmp_path / "a.safetensors", target, code=code) < 900 * MIB
+        assert peak_bytes(tmp_path / "a.safetensors", target, code=code) < 620 * MIB
 
 
 def test_more_names_than_any_model_has(tmp_path: Path) -> None:

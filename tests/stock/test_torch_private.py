@@ -31,6 +31,7 @@ from torch.utils.data import dataloader
 
 from ckpt import torch_private
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 HOME = ROOT / "ckpt/torch_private.py"
 _PRIVATE = re.compile(r"\._(?!_)")
 
@@ -184,6 +185,27 @@ def test_tensors() -> None:
     storage = torch_private.shared_storage(100)
     assert storage.is_shared()
     assert storage.nbytes() == 100
+
+
+def test_sparse_tensors_without_memory_are_loaded() -> None:
+    file = io.BytesIO()
+    torch.save(torch.eye(3).to_sparse(), file)
+    file.seek(0)
+    with torch_private.unchecked_sparse_tensors():
+        assert torch.load(file, map_location="meta", weights_only=True).is_meta
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="torch checks them from 2.15 on")
+def test_the_check_of_sparse_tensors_comes_back() -> None:
+    wrong = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
+    file = io.BytesIO()
+    torch.save(wrong, file)
+    file.seek(0)
+    with torch_private.unchecked_sparse_tensors():
+        torch.load(file, weights_only=True)
+    file.seek(0)
+    with pytest.warns(UserWarning, match="sparse tensor invariants"), pytest.raises(RuntimeError):
+        torch.load(file, weights_only=True)
 
 
 def test_process_groups_and_sharded_tensors() -> None:
