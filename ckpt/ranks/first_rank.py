@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ckpt.ranks.group import LONGEST_WAIT, Ranks
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.waits import LONGEST_WAIT, finish
 
 T = TypeVar("T")
 
 _TAG = 0x636B7075
+_NUMBER_BYTES = 8
 
 
 class FirstRank:
@@ -46,21 +48,17 @@ class FirstRank:
             return [number]
         if not self._ranks.is_own_group:
             return self._gather_objects(number)
-        own = torch.tensor([number], dtype=torch.int64, device="cpu")
         if self.rank != 0:
-            dist.gather(own, None, group=self._group, group_dst=0)
+            self._send([_bytes_of(number)], [0])
             return None
-        numbers = torch.empty((self.size, 1), dtype=torch.int64, device="cpu")
-        dist.gather(own, list(numbers.unbind()), group=self._group, group_dst=0)
-        return numbers.flatten().tolist()
+        return [
+            number,
+            *map(_number_of, self._receive([_NUMBER_BYTES] * (self.size - 1), range(1, self.size))),
+        ]
 
     def first_number(self, number: int) -> int:
         """Return the first rank's `number` on all ranks."""
-        if self.size == 1 or not self._ranks.is_own_group:
-            return int(self.broadcast(number))
-        box = torch.tensor([number], dtype=torch.int64, device="cpu")
-        dist.broadcast(box, group=self._group, group_src=0)
-        return int(box[0])
+        return int(self.broadcast(number))
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Return every rank's `data`, in order, on the first rank."""
@@ -70,14 +68,9 @@ class FirstRank:
             return self._gather_objects(data)
         sizes = self.gather_numbers(len(data))
         if sizes is None:
-            self._send(data, 0)
+            self._send([data], [0])
             return None
-        buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        waits = [self._receive(buffer, rank) for rank, buffer in enumerate(buffers) if rank != 0]
-        for wait in waits:
-            if wait is not None:
-                wait.wait(LONGEST_WAIT)
-        return [data, *(buffer.numpy().tobytes() for buffer in buffers[1:])]
+        return [data, *self._receive(sizes[1:], range(1, self.size))]
 
     def scatter_bytes(self, values: Sequence[bytes] | None) -> bytes:
         """Return on each rank what the first one has for it in `values`."""
@@ -89,38 +82,50 @@ class FirstRank:
             of_all = None if values is None else list(values)
             dist.scatter_object_list(box, of_all, group=self._group, group_src=0)
             return box[0]
-        size = torch.empty(1, dtype=torch.int64, device="cpu")
         if values is None:
-            dist.scatter(size, None, group=self._group, group_src=0)
-            buffer = torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
-            wait = self._receive(buffer, 0)
-            if wait is not None:
-                wait.wait(LONGEST_WAIT)
-            return buffer.numpy().tobytes()
-        sizes = torch.tensor([[len(value)] for value in values], dtype=torch.int64, device="cpu")
-        dist.scatter(size, list(sizes.unbind()), group=self._group, group_src=0)
-        for rank, value in enumerate(values):
-            if rank != 0:
-                self._send(value, rank)
+            (size,) = self._receive([_NUMBER_BYTES], [0])
+            (data,) = self._receive([_number_of(size)], [0])
+            return data
+        others = range(1, self.size)
+        self._send([_bytes_of(len(value)) for value in values[1:]], others)
+        self._send(values[1:], others)
         return values[0]
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's `value` on all ranks."""
         return self._ranks.broadcast(value)  # type: ignore[no-any-return]
 
-    def _send(self, data: bytes, rank: int) -> None:
-        if data:
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            work = dist.isend(tensor, group=self._group, group_dst=rank, tag=_TAG)
-            if work is not None:
-                work.wait(LONGEST_WAIT)
+    def _send(self, messages: Sequence[bytes], ranks: Sequence[int]) -> None:
+        sent = [
+            (torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+            for data, rank in zip(messages, ranks, strict=True)
+            if data
+        ]
+        works = [dist.isend(memory, group=self._group, group_dst=rank, tag=_TAG) for memory, rank in sent]
+        if works:
+            finish([work for work in works if work is not None], lambda: self._ranks.progress.given_up)
 
-    def _receive(self, buffer: torch.Tensor, rank: int) -> Any:
-        if not buffer.numel():
-            return None
-        return dist.irecv(buffer, group=self._group, group_src=rank, tag=_TAG)
+    def _receive(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[bytes]:
+        buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        works = [
+            dist.irecv(buffer, group=self._group, group_src=rank, tag=_TAG)
+            for buffer, rank in zip(buffers, ranks, strict=True)
+            if buffer.numel()
+        ]
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait(LONGEST_WAIT)
+        return [buffer.numpy().tobytes() for buffer in buffers]
 
     def _gather_objects(self, value: T) -> list[T] | None:
         values = [value] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, group=self._group, group_dst=0)
         return values
+
+
+def _bytes_of(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "little", signed=True)
+
+
+def _number_of(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)

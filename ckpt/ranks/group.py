@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import pickle
 import weakref
@@ -25,15 +26,12 @@ from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.roll_call import Answer, Cause, RollCall
 from ckpt.ranks.tree import Tree
-from ckpt.ranks.waits import waiting_for
+from ckpt.ranks.waits import LONGEST_WAIT, waiting_for
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
 DEFAULT_TIMEOUT_S = 600.0
 
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
-
-LONGEST_WAIT = timedelta(days=1)
-"""In a collective: the watch ends a wait for a rank that stopped, and one that is slow may take its time."""
 
 _MANAGER_WAIT = timedelta(hours=1)
 """Without a watch: between two calls of a manager the ranks train, and that is not for it to judge."""
@@ -145,12 +143,17 @@ class Ranks:
         """Return the first rank's `value` on all ranks."""
         if self.size == 1:
             return value
+        if self.tree is not None:
+            return self.tree.broadcast(value)
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value`, in order, on all ranks."""
+        if self.tree is not None:
+            found = self.tree.join({self.rank: value}, operator.or_)
+            return [found[rank] for rank in range(self.size)]
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
@@ -286,7 +289,8 @@ class Ranks:
                 own = self._own_group()
             if own is not None:
                 self.group, self.is_own_group = own, True
-                self.tree = Tree(own, self.rank, self.size, self._longest_wait)
+                progress = self.progress  # without this object: the group ends with it
+                self.tree = Tree(own, self.rank, self.size, self._longest_wait, lambda: progress.given_up)
             self._connected = True
             if self._watch is not None:
                 self._watch.start()

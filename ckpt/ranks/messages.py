@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 
 import torch
 import torch.distributed as dist
 
-from ckpt.consistency import environment
 from ckpt.errors import ConfigurationError
-from ckpt.ranks.group import LONGEST_WAIT, Ranks
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.waits import LONGEST_WAIT, finish
 
 MAX_TAGS = 1 << 16
 
 _FIRST_TAG = 1 << 30
-_LOOK_S = 0.5
-_GRACE_S = 1.0
-"""For gloo to wake it with an error that tells more."""
 
 
 class Messages:
@@ -62,26 +57,10 @@ class Messages:
         work.wait(LONGEST_WAIT)
 
     def _waits_for(self, work: dist.Work | None, memory: torch.Tensor) -> Callable[[], None]:
-        """Make a wait that ends when this call is given up.
-
-        gloo never wakes who has sent or received a part of a message when the other rank dies.
-        """
+        """Make a wait that ends when this save has failed elsewhere."""
         assert work is not None  # this rank is in the group
 
         def wait(memory: torch.Tensor = memory) -> None:  # which must live as long
-            done: Future[None] = Future()
-
-            def carry_out() -> None:
-                try:
-                    work.wait(LONGEST_WAIT)
-                    done.set_result(None)
-                except BaseException as error:
-                    done.set_exception(error)
-
-            environment.start_thread(carry_out, "ckpt-message")
-            while not wait_for([done], timeout=_LOOK_S).done:
-                if self._progress.given_up is not None and not wait_for([done], timeout=_GRACE_S).done:
-                    raise ConnectionError(f"a message was given up: {self._progress.given_up}")
-            done.result()
+            finish([work], lambda: self._progress.given_up)
 
         return wait

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ckpt.ranks.waits import finish
+
 FAN = 16
 """So many ranks report to one: three steps for 4,096 ranks, four for 16,384."""
 
@@ -27,13 +29,24 @@ class Tree:
 
     Args:
         longest_wait: for one message; without it gloo waits as long as the group had time to connect.
+        failed: says why the save or load has failed on another rank; None while it has not.
 
     Attributes:
         neighbours: the ranks to which this one is connected after the first call.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, longest_wait: timedelta) -> None:
-        self._group, self._rank, self._longest_wait = group, rank, longest_wait
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        longest_wait: timedelta,
+        failed: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._longest_wait = longest_wait
+        self._failed = failed
         self._children = range(min(FAN * rank + 1, size), min(FAN * rank + FAN + 1, size))
         self._parent = (rank - 1) // FAN if rank else None
         self.neighbours = [*self._children] if self._parent is None else [self._parent, *self._children]
@@ -48,8 +61,14 @@ class Tree:
         if self._parent is not None:
             self._send(value, self._parent, tag)
             value = self._receive(self._parent, tag)
-        for child in self._children:
-            self._send(value, child, tag)
+        self._send_to_children(value, tag)
+        return value
+
+    def broadcast(self, value: T) -> T:
+        """Return the first rank's `value` on all ranks."""
+        if self._parent is not None:
+            value = self._receive(self._parent, 0)
+        self._send_to_children(value, 0)
         return value
 
     def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
@@ -72,10 +91,16 @@ class Tree:
         return int.from_bytes(self._take(_LENGTH_BYTES, rank, 0), "little", signed=True)
 
     def _send(self, value: object, rank: int, tag: int) -> None:
-        data = pickle.dumps(value)
-        message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-        first = bytearray(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
-        self._put(first, rank, tag)
+        self._send_message(_message(value), rank, tag)
+
+    def _send_to_children(self, value: object, tag: int) -> None:
+        if self._children:
+            message = _message(value)
+            for child in self._children:
+                self._send_message(message, child, tag)
+
+    def _send_message(self, message: bytes, rank: int, tag: int) -> None:
+        self._put(bytearray(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0")), rank, tag)
         if len(message) > _FIRST_BYTES:
             self._put(bytearray(message[_FIRST_BYTES:]), rank, tag)
 
@@ -87,13 +112,18 @@ class Tree:
 
     def _put(self, data: bytearray, rank: int, tag: int) -> None:
         memory = torch.frombuffer(data, dtype=torch.uint8)
-        self._wait(dist.isend(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag))
+        work = dist.isend(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag)
+        assert work is not None  # this rank is in the group
+        finish([work], self._failed, self._longest_wait)
 
     def _take(self, nbytes: int, rank: int, tag: int) -> bytes:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._wait(dist.irecv(memory, group=self._group, group_src=rank, tag=_FIRST_TAG + tag))
-        return memory.numpy().tobytes()
-
-    def _wait(self, work: dist.Work | None) -> None:
+        work = dist.irecv(memory, group=self._group, group_src=rank, tag=_FIRST_TAG + tag)
         assert work is not None  # this rank is in the group
         work.wait(self._longest_wait)
+        return memory.numpy().tobytes()
+
+
+def _message(value: object) -> bytes:
+    data = pickle.dumps(value)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import reduce
@@ -17,6 +18,7 @@ from ckpt.ranks import tree
 from ckpt.ranks.many_failures import MAX_FAILURES, Outcome, some_of
 from ckpt.ranks.roll_call import MAX_DETAILED, Answer, RollCall, long_form, short_form
 from ckpt.ranks.tree import FAN, Tree
+from ckpt.torch_private import default_store
 
 LONGEST_WAIT = timedelta(seconds=30)
 
@@ -52,12 +54,33 @@ def _joins(rank: int) -> None:
     for numbers in ([5, 5, 5, 5], [-(1 << 62), 1 << 62, 0, -1]):
         decided = trees[0].decide(numbers[rank], lambda a, b: a + b, lambda total: 3 * total - rank)
         assert decided == 3 * sum(numbers)  # of the first rank
+    for nbytes in (1, 1 << 20):
+        assert trees[0].broadcast(chr(97 + rank) * nbytes) == "a" * nbytes
     with ThreadPoolExecutor(2) as threads:
         joined = threads.map(
             lambda tag: [trees[tag].join({(tag, n, rank)}, set.union, tag) for n in range(20)], (0, 1)
         )
         for tag, sets in enumerate(joined):
             assert sets == [{(tag, n, each) for each in range(4)} for n in range(20)]
+
+
+def test_a_message_that_nobody_receives_ends_with_the_save() -> None:
+    """gloo alone would wait for 30 s: the other rank lives, and its connection stays open."""
+    assert run_ranks(2, _sends_to_a_rank_that_does_not_receive, timeout_s=60) == [None] * 2
+
+
+def _sends_to_a_rank_that_does_not_receive(rank: int) -> None:
+    store = default_store()
+    if rank == 0:
+        store.wait(["ended"], LONGEST_WAIT)
+        return
+    reasons = iter([None, "rank 0 says: the store is full"])
+    own = Tree(None, rank, 2, LONGEST_WAIT, lambda: next(reasons, "later"))
+    began_s = time.monotonic()
+    with pytest.raises(ConnectionError, match="did not arrive: rank 0 says: the store is full"):
+        own.join(1, max)
+    assert time.monotonic() - began_s < LONGEST_WAIT.total_seconds() / 2
+    store.set("ended", "")
 
 
 # -- failures ----------------------------------------------------------------------------------------------
