@@ -69,7 +69,7 @@ def _hub_advice(url: str) -> str:
         here = os.getcwd()
     except OSError:  # it was removed
         return ""
-    if os.path.dirname(owner) != here or os.path.exists(owner):
+    if os.path.dirname(owner) != here or os.path.exists(owner) or name.startswith("step"):
         return ""
     hub_id = f"{os.path.basename(owner)}/{name}"
     return (

@@ -195,7 +195,7 @@ def _nothing_to_remove(store: Store, commit: StoredCommit | None) -> NotFound | 
     if commit is None and not is_foreign(store):
         if next(iter(store.list()), None) is None:
             return NotFound("there is nothing here", url=store.url)
-        below = [each.path for _, each in find_folders(store, depth=1, report=no_report) if each.path]
+        below = [each.path for _, each in find_folders(store, depth=3, report=no_report) if each.path]
         text = "no checkpoint is committed here; `ckpt gc` removes the leftovers of interrupted saves"
         if below:
             number = count(len(below), "checkpoint")

@@ -144,6 +144,12 @@ _MIXED_UP: dict[str, tuple[type[Exception], str, Callable[[Path], object]]] = {
 }  # fmt: skip
 
 
+def test_a_step_that_is_not_there_is_no_id_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFound, match=r"first/step-1: there is nothing here$"):
+        ckpt.load({"w": torch.zeros(1)}, "first/step-1")
+
+
 @pytest.mark.parametrize("mistake", _MIXED_UP)
 def test_a_mix_up_is_answered_with_what_to_write(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

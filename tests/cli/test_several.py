@@ -82,6 +82,9 @@ def test_rm_says_that_a_folder_of_checkpoints_is_one(root: Path) -> None:
         f"this is a folder of 4 checkpoints, not a checkpoint: give those to remove, as {root}/step-1"
         in ran.err
     )
+    assert f"this is a folder of 4 checkpoints, not a checkpoint: give those to remove, as {root}/step-1" in (
+        run("rm", root.parent).err
+    )
     assert run("verify", root).code == 0
 
 
