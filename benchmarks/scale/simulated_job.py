@@ -83,15 +83,8 @@ class Wire:
     """What the other ranks have sent, and the first one has not received yet."""
 
     phases: Phases
-    numbers: Sequence[int] = ()
     sent: dict[int, bytes] = field(default_factory=dict)
     sent_in_tree: dict[int, bytes] = field(default_factory=dict)
-
-    def gather(self, own: torch.Tensor, values: Sequence[torch.Tensor], **_: object) -> None:
-        with self.phases.outside():
-            for value, number in zip(values[1:], self.numbers[1:], strict=True):
-                value.fill_(number)
-        values[0].copy_(own)
 
     def irecv(self, memory: torch.Tensor, *, group_src: int, tag: int, **_: object) -> _Done:
         sent = self.sent_in_tree if tag < _MESSAGE_TAG else self.sent
@@ -135,7 +128,6 @@ class Simulation:
             for target, name, value in (
                 (environment, "_current", Tokens(0)),
                 (dist, "get_backend", lambda group=None: "gloo"),
-                (dist, "gather", wire.gather),
                 (dist, "irecv", wire.irecv),
                 (dist, "isend", wire.isend),
                 (group, "Watch", _NoWatch),
@@ -247,15 +239,10 @@ def _first_rank_of(job: Simulation) -> type[FirstRank]:
         """The first rank, whose partners are made up."""
 
         _step = -1
-        _sizes: Sequence[int] = ()
 
         def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
             self._step = super().decide(number, join, decide)
             return self._step
-
-        def gather_numbers(self, number: int) -> list[int] | None:
-            wire.numbers = self._sizes
-            return super().gather_numbers(number)
 
         def first_number(self, number: int) -> int:
             self._step = number
@@ -263,12 +250,9 @@ def _first_rank_of(job: Simulation) -> type[FirstRank]:
 
         def gather_bytes(self, data: bytes) -> list[bytes] | None:
             with job.phases.outside():
-                told = [b"", *job.told(self._step)]
-                wire.sent, self._sizes = dict(enumerate(told)), [len(each) for each in told]
-            try:
-                return super().gather_bytes(data)
-            finally:
-                self._sizes = ()
+                told = enumerate(job.told(self._step), 1)
+                wire.sent = {rank: len(each).to_bytes(8, "little") + each for rank, each in told}
+            return super().gather_bytes(data)
 
         def scatter_bytes(self, values: Sequence[bytes] | None) -> bytes:
             if self._step == _ANSWER:

@@ -9,12 +9,16 @@ import contextlib
 import gc
 import threading
 import traceback
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ckpt.consistency import environment
 
+_BREAK_OFF_TAG = 0x636B7074
 _WORDS = ("gloo", "connection", "timed out", "timeout")
 
 
@@ -25,9 +29,20 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).casefold() for word in _WORDS)
 
 
-def is_gloo_timeout(error: BaseException) -> bool:
-    """Return True if a wait in gloo reached its timeout, which closes all connections of the group."""
-    return isinstance(error, RuntimeError) and "timed out" in str(error).casefold()
+def end_waits(group: Any, others: Iterable[int]) -> None:
+    """End what a gloo group waits for, from another thread.
+
+    gloo closes all connections of a group when any wait in it times out. So this waits for a message that no rank
+    sends, from the first of `others` to which there is a connection.
+    """
+    for other in others:
+        try:
+            work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_BREAK_OFF_TAG)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
+        except Exception as error:  # also where the connection to this one was closed before
+            if isinstance(error, RuntimeError) and "timed out" in str(error).casefold():
+                return
 
 
 def let_go(groups: list[Any], error: BaseException, timeout_s: float) -> None:

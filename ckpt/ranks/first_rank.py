@@ -103,7 +103,7 @@ class FirstRank:
         ]
         works = [dist.isend(memory, group=self._group, group_dst=rank, tag=_TAG) for memory, rank in sent]
         if works:
-            finish([work for work in works if work is not None], lambda: self._ranks.progress.given_up)
+            finish([work for work in works if work is not None], self._ranks.progress)
 
     def _receive(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[bytes]:
         buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]

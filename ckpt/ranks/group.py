@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import pickle
 import weakref
@@ -15,12 +14,11 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ckpt.consistency import environment
 from ckpt.errors import CheckpointError, ConfigurationError
-from ckpt.ranks.collective_errors import is_connection_error, is_gloo_timeout, let_go
+from ckpt.ranks.collective_errors import end_waits, is_connection_error, let_go
 from ckpt.ranks.heartbeat import Limits, Watch
 from ckpt.ranks.many_failures import Outcome
 from ckpt.ranks.progress import Progress
@@ -36,7 +34,6 @@ _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 7 * 86400.0
 _MANAGER_WAIT = timedelta(hours=1)
 """Without a watch: between two calls of a manager the ranks train, and that is not for it to judge."""
 
-_BREAK_OFF_TAG = 0x636B7074
 _LATER_TAG = 1
 
 T = TypeVar("T")
@@ -152,8 +149,7 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value`, in order, on all ranks."""
         if self.tree is not None:
-            found = self.tree.join({self.rank: value}, operator.or_)
-            return [found[rank] for rank in range(self.size)]
+            return self.tree.gather(value)
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
@@ -261,26 +257,12 @@ class Ranks:
             self._watch.close()
 
     def _break_off(self) -> None:
-        """End the collective that this rank waits in, from another thread.
-
-        gloo closes all connections of a group when any wait in it times out: so wait for a message
-        that nobody sends.
-        """
-        group = self.group
-        if group is None or not self.is_own_group:
-            return
-        # First those with whom it is connected: to others a connection would have to be made.
-        neighbours = [] if self.tree is None else self.tree.neighbours
-        for other in dict.fromkeys([*neighbours, *range(self.size)]):
-            if other == self.rank:
-                continue
-            try:
-                work = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_BREAK_OFF_TAG)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
-            except Exception as error:  # also where the connection to this one was closed before
-                if is_gloo_timeout(error):
-                    return
+        """End the collective that this rank waits in, from another thread."""
+        group, tree = self.group, self.tree
+        if group is not None and tree is not None:
+            # First those with whom it is connected: to others a connection would have to be made.
+            ranks = dict.fromkeys([*tree.neighbours, *range(self.size)])
+            end_waits(group, [other for other in ranks if other != self.rank])
 
     def connect(self) -> None:
         """Make the connections and begin the heartbeats; the first time all ranks wait for each other here."""
@@ -289,8 +271,7 @@ class Ranks:
                 own = self._own_group()
             if own is not None:
                 self.group, self.is_own_group = own, True
-                progress = self.progress  # without this object: the group ends with it
-                self.tree = Tree(own, self.rank, self.size, self._longest_wait, lambda: progress.given_up)
+                self.tree = Tree(own, self.rank, self.size, self._longest_wait, self.progress)
             self._connected = True
             if self._watch is not None:
                 self._watch.start()

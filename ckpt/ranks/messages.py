@@ -61,6 +61,6 @@ class Messages:
         assert work is not None  # this rank is in the group
 
         def wait(memory: torch.Tensor = memory) -> None:  # which must live as long
-            finish([work], lambda: self._progress.given_up)
+            finish([work], self._progress)
 
         return wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ckpt.ranks.progress import Progress
 from ckpt.ranks.waits import finish
 
 FAN = 16
@@ -29,7 +31,7 @@ class Tree:
 
     Args:
         longest_wait: for one message; without it gloo waits as long as the group had time to connect.
-        failed: says why the save or load has failed on another rank; None while it has not.
+        progress: of this save or load, of which a failure elsewhere ends a wait.
 
     Attributes:
         neighbours: the ranks to which this one is connected after the first call.
@@ -41,12 +43,12 @@ class Tree:
         rank: int,
         size: int,
         longest_wait: timedelta,
-        failed: Callable[[], str | None] = lambda: None,
+        progress: Progress,
     ) -> None:
         self._group = group
         self._rank = rank
         self._longest_wait = longest_wait
-        self._failed = failed
+        self._progress = progress
         self._children = range(min(FAN * rank + 1, size), min(FAN * rank + FAN + 1, size))
         self._parent = (rank - 1) // FAN if rank else None
         self.neighbours = [*self._children] if self._parent is None else [self._parent, *self._children]
@@ -70,6 +72,11 @@ class Tree:
             value = self._receive(self._parent, 0)
         self._send_to_children(value, 0)
         return value
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's `value`, in order, on all ranks."""
+        found = self.join({self._rank: value}, operator.or_)
+        return [found[rank] for rank in sorted(found)]
 
     def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
         """Return what the first rank decides when it has joined the numbers of all: in messages of eight bytes."""
@@ -114,7 +121,7 @@ class Tree:
         memory = torch.frombuffer(data, dtype=torch.uint8)
         work = dist.isend(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag)
         assert work is not None  # this rank is in the group
-        finish([work], self._failed, self._longest_wait)
+        finish([work], self._progress, self._longest_wait)
 
     def _take(self, nbytes: int, rank: int, tag: int) -> bytes:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

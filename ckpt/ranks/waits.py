@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ckpt.consistency import environment
+from ckpt.ranks.progress import Progress
 
 LONGEST_WAIT = timedelta(days=1)
 """In a collective: the watch ends a wait for a rank that stopped, and one that is slow may take its time."""
@@ -95,7 +96,7 @@ def waiting_for(ranks: _Group, event: str) -> Iterator[None]:
 
 def finish(
     works: Sequence[dist.Work],
-    failed: Callable[[], str | None],
+    progress: Progress,
     longest_wait: timedelta = LONGEST_WAIT,
 ) -> None:
     """Wait until other ranks have received, or sent, these messages.
@@ -104,7 +105,7 @@ def finish(
     thread waits for the messages, and this one for that thread.
 
     Args:
-        failed: says why the save or load has failed on another rank; None while it has not.
+        progress: of this save or load; `given_up` says why it has failed on another rank.
 
     Raises:
         ConnectionError: it has failed, and gloo does not end the wait.
@@ -125,7 +126,7 @@ def finish(
     except RuntimeError:  # Python is ending, and starts no thread any more
         carry_out()
     while not wait_for([done], timeout=_FAILED_EVERY_S).done:
-        reason = failed()
+        reason = progress.given_up
         if reason is not None and not wait_for([done], timeout=_GRACE_S).done:
             raise ConnectionError(f"a message to or from another rank did not arrive: {reason}")
     done.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +17,7 @@ from support.ranks import run_ranks
 from ckpt.errors import CheckpointError, ConfigurationError, StorageError
 from ckpt.ranks import tree
 from ckpt.ranks.many_failures import MAX_FAILURES, Outcome, some_of
+from ckpt.ranks.progress import Progress
 from ckpt.ranks.roll_call import MAX_DETAILED, Answer, RollCall, long_form, short_form
 from ckpt.ranks.tree import FAN, Tree
 from ckpt.torch_private import default_store
@@ -28,7 +30,7 @@ LONGEST_WAIT = timedelta(seconds=30)
 
 @pytest.mark.parametrize("size", [1, 2, FAN + 1, FAN + 2, 4096, 16384])
 def test_every_rank_has_a_way_to_the_first(size: int) -> None:
-    trees = [Tree(None, rank, size, LONGEST_WAIT) for rank in range(size)]
+    trees = [Tree(None, rank, size, LONGEST_WAIT, Progress()) for rank in range(size)]
     steps = {0: 0}
     for rank in range(size):
         for other in trees[rank].neighbours:
@@ -46,7 +48,7 @@ def test_joins_the_values_of_all_ranks() -> None:
 
 def _joins(rank: int) -> None:
     with mock.patch.object(tree, "FAN", 2):
-        trees = [Tree(None, rank, 4, LONGEST_WAIT) for _ in range(2)]
+        trees = [Tree(None, rank, 4, LONGEST_WAIT, Progress()) for _ in range(2)]
     assert trees[0].join(1 << rank, lambda a, b: a + b) == 15
     for nbytes in (1, 1000, 1015, 1016, 1017, 1 << 20):  # around the first message
         texts = trees[0].join({rank: chr(97 + rank) * nbytes}, lambda a, b: a | b)
@@ -56,6 +58,7 @@ def _joins(rank: int) -> None:
         assert decided == 3 * sum(numbers)  # of the first rank
     for nbytes in (1, 1 << 20):
         assert trees[0].broadcast(chr(97 + rank) * nbytes) == "a" * nbytes
+    assert trees[0].gather(chr(97 + rank)) == ["a", "b", "c", "d"]
     with ThreadPoolExecutor(2) as threads:
         joined = threads.map(
             lambda tag: [trees[tag].join({(tag, n, rank)}, set.union, tag) for n in range(20)], (0, 1)
@@ -74,8 +77,9 @@ def _sends_to_a_rank_that_does_not_receive(rank: int) -> None:
     if rank == 0:
         store.wait(["ended"], LONGEST_WAIT)
         return
-    reasons = iter([None, "rank 0 says: the store is full"])
-    own = Tree(None, rank, 2, LONGEST_WAIT, lambda: next(reasons, "later"))
+    progress = Progress()
+    own = Tree(None, rank, 2, LONGEST_WAIT, progress)
+    threading.Timer(0.7, setattr, (progress, "given_up", "rank 0 says: the store is full")).start()
     began_s = time.monotonic()
     with pytest.raises(ConnectionError, match="did not arrive: rank 0 says: the store is full"):
         own.join(1, max)
