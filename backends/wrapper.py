@@ -137,9 +137,7 @@ class PrefixStore(WrappedStore):
         self._call(key, lambda name: self._inner.read_into(name, offset, buffers))
 
     def read_version(self, stat: ObjectStat, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._call(
-            stat.key, lambda name: self._inner.read_version(replace(stat, key=name), offset, buffers)
-        )
+        self._call(stat.key, lambda name: self._inner.read_version(replace(stat, key=name), offset, buffers))
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         return self._call(key, lambda name: self._inner.read_whole(name, check))

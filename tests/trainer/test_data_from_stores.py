@@ -373,10 +373,12 @@ def test_folders_of_a_bucket_share_one_store(
 ) -> None:
     """A client of an SDK takes a twentieth of a second to make, and memory."""
     made: list[str] = []
-    monkeypatch.setattr(
-        "ckpt.trainer_integration.data_store.block_reader.open_store",
-        lambda url, *given, **options: made.append(url) or open_store(url, *given, **options),
-    )
+
+    def noted(url: str, *given: Any, **options: Any) -> Any:
+        made.append(url)
+        return open_store(url, *given, **options)
+
+    monkeypatch.setattr("ckpt.trainer_integration.data_store.block_reader.open_store", noted)
     store = open_store("s3://bucket", proxy.server.options)
     for path in files.glob("[ab].bin*"):
         for folder in ("one", "two"):
