@@ -128,7 +128,6 @@ def _store_of_process(root: str, options: Mapping[str, Any]) -> Store:
     """Return the store that all sources of this process share which read there with these options."""
     key = os.getpid(), root, repr(sorted(options.items()))
     store = _stores.get(key)
-    # Two threads at a time may open two: each has a client only once it is used.
     return _stores.setdefault(key, open_store(root, options, threads=_THREADS)) if store is None else store
 
 
@@ -167,6 +166,8 @@ class BlockReader:
 
     def find(self, urls: Sequence[str]) -> list[StoredFile | None]:
         """Look for files, many at a time; None for one that does not exist. Raises StorageError, ConfigurationError."""
+        for url in urls:
+            self._here().store(_split(url)[0])  # in this thread: several would open one each
         futures = [self._here().fetchers.submit(functools.partial(self._look, url)) for url in urls]
         return [future.result() for future in futures]
 
@@ -232,6 +233,7 @@ class BlockReader:
             return
         span_bytes = file.span_blocks * BLOCK_BYTES
         process = self._here()
+        process.store(file.root)
         for number in range(start // span_bytes, -(-stop // span_bytes)):
             key = (file.number, number)
             if key in process.pending or self._has(file, max(first, number * file.span_blocks), number):
