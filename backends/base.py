@@ -38,7 +38,9 @@ from ckpt.errors import (
     ConfigurationError,
     IntegrityError,
     NotFound,
+    StorageError,
     StorageUnavailable,
+    Truncated,
 )
 
 __all__ = [
@@ -169,6 +171,21 @@ class Store(ABC):
             NotFound: no such object.
             Truncated: the object ends before the buffers are full.
         """
+
+    def read_version(self, stat: ObjectStat, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers as `read_into` does, with bytes of the object that `stat` describes and of no other.
+
+        Raises:
+            NotFound: no such object any more.
+            StorageError: another object is in its place.
+        """
+        try:
+            self.read_into(stat.key, offset, buffers)
+            is_same = self.stat(stat.key) == stat
+        except Truncated:
+            is_same = False
+        if not is_same:
+            raise other_version(self.url, stat.key)
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         """Read a whole small object. `check` is called with its size before memory is allocated, and may raise."""
@@ -363,6 +380,12 @@ def part_size_bytes(nbytes: int, wanted_bytes: int, capabilities: Capabilities) 
             f"{capabilities.max_part_size_bytes}; shard the model over more ranks"
         )
     return size
+
+
+def other_version(url: str, key: str) -> StorageError:
+    """Make the error of `Store.read_version` for an object that was replaced."""
+    text = "was replaced after it was opened: restore the earlier object, or open the one that is there now"
+    return StorageError(text, url=url, key=key)
 
 
 def put_bytes(store: Store, key: str, data: bytes, *, mode: PutMode = PutMode.OVERWRITE) -> None:

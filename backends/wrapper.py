@@ -51,6 +51,9 @@ class WrappedStore(Store):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._inner.read_into(key, offset, buffers)
 
+    def read_version(self, stat: ObjectStat, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._inner.read_version(stat, offset, buffers)
+
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         return self._inner.read_whole(key, check)
 
@@ -132,6 +135,9 @@ class PrefixStore(WrappedStore):
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self._call(key, lambda name: self._inner.read_into(name, offset, buffers))
+
+    def read_version(self, stat: ObjectStat, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._call(stat.key, lambda name: self._inner.read_version(replace(stat, key=name), offset, buffers))
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         return self._call(key, lambda name: self._inner.read_whole(name, check))

@@ -189,7 +189,7 @@ class S3Requests(S3Connection):
             raise Truncated(f"ends before byte {stop}", **where) from error
         new_etag = str(reply.get("ETag") or "")
         problem: Exception | None = _range_problem(reply, where)
-        if problem is None and etag and new_etag and new_etag != etag:
+        if problem is None and etag and new_etag and new_etag.strip('"') != etag.strip('"'):
             problem = Replaced()
         if problem is not None:
             body.close()

@@ -29,6 +29,7 @@ from ckpt.backends.base import (
     delete_in_batches,
     holds,
     is_key,
+    other_version,
     part_size_bytes,
     refuse_existing,
 )
@@ -41,7 +42,7 @@ from ckpt.backends.s3_protocol.multipart import begin_upload, put_object
 from ckpt.backends.s3_protocol.options import MAX_PART_SIZE_BYTES
 from ckpt.backends.s3_protocol.requests import S3Requests, folder_of, stat_of
 from ckpt.backends.s3_protocol.resumed_uploads import drop
-from ckpt.errors import AlreadyExists, NotFound, StorageError, StorageUnavailable
+from ckpt.errors import AlreadyExists, NotFound, StorageError, StorageUnavailable, Truncated
 
 _DELETE_BATCH = 1000
 _DELETE_THREADS = 4
@@ -133,15 +134,27 @@ class S3ApiStore(Store):
         raise AssertionError
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            self._fill(key, offset, buffers, "")
+        except Replaced:
+            raise _replaced(self.url, key) from None
+
+    def read_version(self, stat: ObjectStat, offset: int, buffers: Sequence[memoryview]) -> None:
+        if stat.version is None or stat.version.startswith("W/"):
+            super().read_version(stat, offset, buffers)
+            return
+        try:
+            self._fill(stat.key, offset, buffers, f'"{stat.version}"')
+        except (Replaced, Truncated):
+            raise other_version(self.url, stat.key) from None
+
+    def _fill(self, key: str, offset: int, buffers: Sequence[memoryview], etag: str) -> None:
         pending = [buffer for buffer in buffers if buffer.nbytes]
         if not pending:
             self.stat(key)
             return
         with showing(buffers) as came, self._reads.begin() as read:
-            try:
-                self._read(key, offset, pending, read, came)
-            except Replaced:
-                raise _replaced(self.url, key) from None
+            self._read(key, offset, pending, read, came, etag)
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         """Read a whole object: by one request, without asking for its size before, if it is small."""

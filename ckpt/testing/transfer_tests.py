@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.backends.base import MIB, PutMode, Store, exists, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody, CheckedBody, Part, WatchedBuffers
-from ckpt.errors import AlreadyExists, IntegrityError, NotFound, Truncated
+from ckpt.errors import AlreadyExists, IntegrityError, NotFound, StorageError, Truncated
 from ckpt.testing.store_contract import StoreUnderTest, noise, run_all
 
 __all__ = ["TransferTests"]
@@ -201,6 +201,23 @@ class TransferTests(StoreUnderTest):
         with pytest.raises(Truncated) as caught:
             store.read_into("short", offset, [memoryview(bytearray(11))])
         assert (caught.value.key, caught.value.start, caught.value.stop) == ("short", offset, offset + 11)
+
+    @pytest.mark.parametrize("later", [b"abcdefghij", b"0123", b"0123456789ab", None])
+    def test_only_the_version_that_was_opened_is_read(self, store: Store, later: bytes | None) -> None:
+        self.raw_put(store, "opened", b"0123456789")
+        stat = store.stat("opened")
+        data = bytearray(4)
+        store.read_version(stat, 2, [memoryview(data)])
+        assert data == b"2345"
+        if later is None:
+            store.delete(["opened"])
+        else:
+            put_bytes(store, "opened", later)
+        if later is not None and store.stat("opened") == stat:
+            return  # a store that shows sizes alone
+        with pytest.raises(StorageError, match="opened") as caught:
+            store.read_version(stat, 2, [memoryview(data)])
+        assert isinstance(caught.value, NotFound) == (later is None)
 
     def test_read_of_nothing_is_not_found(self, store: Store) -> None:
         for size in (1, 0):

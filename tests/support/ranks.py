@@ -127,6 +127,15 @@ def is_stopped(pid: int) -> bool:
         return False  # it has ended
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, of whatever parent."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def start(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     """`function(*args)` in a process of its own, which ends with the block at the latest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,8 @@ from support.proxy import FaultProxy
 from ckpt.backends.base import ObjectStat, put_bytes
 from ckpt.backends.memory import MemoryStore
 from ckpt.backends.registry import open_store
-from ckpt.errors import ConfigurationError, NotFound, StorageUnavailable
+from ckpt.errors import AccessDenied, ConfigurationError, NotFound, StorageError, StorageUnavailable
+from ckpt.options import DataOptions
 from ckpt.trainer_integration.data_store.disk_cache import BLOCK_BYTES, DiskCache
 from ckpt.trainer_integration.dataloader import RescalableLoader
 from ckpt.trainer_integration.dataset import ShardedDataset
@@ -309,3 +311,80 @@ def test_a_store_that_stays_away_is_an_error_of_the_store(
         list(loader)
     proxy.rule = lambda call: "pass"
     assert len(list(loader)) > 100
+
+
+FAULTS = {
+    "same size": "was replaced after it was opened",
+    "smaller": "was replaced after it was opened",
+    "larger": "was replaced after it was opened",
+    "gone": "there is no such object",
+    "denied": "credentials",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "cache_bytes", "begun"),
+    [(token_files, "b.bin", 100_000, 1), (parquet_files, "p.parquet", 1 << 20, 0)],
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_object_that_changes_in_a_run_is_an_error(
+    files: Path, remote: tuple[str, dict[str, Any]], proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch,
+    make: Any, name: str, cache_bytes: int, begun: int, fault: str,
+) -> None:  # fmt: skip
+    """It names the object, is raised again, and never counts as a bad document; then the data go on where they were."""
+    monkeypatch.setattr("ckpt.trainer_integration.data_store.block_reader._LARGE_SPAN", 1)
+    url, options = remote
+    data = (files / name).read_bytes()
+    given = {"options": DataOptions(skip_bad_documents=9)}
+    local = batches_of(make(files), **given)
+    loader = loader_of(make(url, **options, cache_bytes=cache_bytes), **given)
+    first = iter(loader)
+    read = [next(first).tolist() for _ in range(begun)]
+    store = open_store(url, proxy.server.options)
+    later = {"same size": bytes(len(data)), "smaller": data[:2000], "larger": data + data}.get(fault)
+    if later is not None:
+        put_bytes(store, name, later)
+    elif fault == "gone":
+        store.delete([name])
+    else:
+        proxy.rule = lambda call: 403 if call.key.endswith(name) else "pass"
+    with pytest.raises(StorageError, match=rf"s3://bucket/data/{name}.*{FAULTS[fault]}"):
+        read.extend(batch.tolist() for batch in first)
+    with pytest.raises(StorageError, match=FAULTS[fault]):
+        next(first)
+    assert read == local[: len(read)]
+    put_bytes(store, name, data)
+    store.close()
+    proxy.rule = lambda call: "pass"
+    rest = [batch.tolist() for batch in itertools.islice(loader, 5)]
+    assert rest == local[len(read) : len(read) + 5]
+
+
+def test_an_object_that_is_denied_is_named_when_it_is_opened(
+    remote: tuple[str, dict[str, Any]], proxy: FaultProxy
+) -> None:
+    proxy.rule = lambda call: 403 if call.key.endswith("b.bin") else "pass"
+    with pytest.raises(AccessDenied, match=r"s3://bucket/data/b\.bin: .*credentials"):
+        token_files(remote[0], **remote[1])
+
+
+def test_folders_of_a_bucket_share_one_store(
+    files: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of an SDK takes a twentieth of a second to make, and memory."""
+    made: list[str] = []
+
+    def noted(url: str, *given: Any, **options: Any) -> Any:
+        made.append(url)
+        return open_store(url, *given, **options)
+
+    monkeypatch.setattr("ckpt.trainer_integration.data_store.block_reader.open_store", noted)
+    store = open_store("s3://bucket", proxy.server.options)
+    for path in files.glob("[ab].bin*"):
+        for folder in ("one", "two"):
+            put_bytes(store, f"{folder}/{path.name}", path.read_bytes())
+    store.close()
+    given = {"storage_options": {**proxy.options, "max_attempts": 3}}
+    sources = {folder: token_files(f"s3://bucket/{folder}", **given) for folder in ("one", "two")}
+    assert batches_of(sources) == batches_of({"one": token_files(files), "two": token_files(files)})
+    assert made == ["s3://bucket"]

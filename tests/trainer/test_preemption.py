@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.ranks import is_alive
 
 import ckpt
 
@@ -142,16 +143,9 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path, kind: str) ->
         for worker in workers:
             os.kill(worker, signal.SIGTERM)
         time.sleep(0.2)
-        assert all(map(_is_alive, workers)), "they outlive it"
+        assert all(map(is_alive, workers)), "they outlive it"
         job.process.kill()
         deadline_s = time.monotonic() + 60
-        while any(map(_is_alive, workers)) and time.monotonic() < deadline_s:
+        while any(map(is_alive, workers)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        assert not any(map(_is_alive, workers))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        assert not any(map(is_alive, workers))

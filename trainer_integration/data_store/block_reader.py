@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import secrets
-import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.backends.base import Store
+from ckpt.backends.base import ObjectStat, Store, is_key
 from ckpt.backends.options import redact_url
 from ckpt.backends.paths import path_of
 from ckpt.backends.registry import normal_url, open_store, options_dict
@@ -33,6 +33,10 @@ _LARGE_SPAN = 16
 _WINDOW_SPANS = 16
 """Fetched ahead inside of one read."""
 _MAX_PENDING = 1024
+_BUCKETS = ("s3://", "cos://")
+"""Stores of this library that take some time and memory to open: one serves all folders of a bucket."""
+_stores: weakref.WeakValueDictionary[tuple[int, str, str], Store] = weakref.WeakValueDictionary()
+
 _PATIENCE = {
     "read_timeout_s": 5.0,
     "connect_timeout_s": 5.0,
@@ -48,6 +52,7 @@ class StoredFile(NamedTuple):
 
     Attributes:
         url: without credentials, for messages.
+        root, stat: the URL of its store, and what that showed when the file was found; no other object is read.
         name: a text that changes with the file's bytes, as far as the store shows it.
         span_blocks: the blocks that are fetched at a time.
     """
@@ -55,11 +60,14 @@ class StoredFile(NamedTuple):
     number: int
     url: str
     full_url: str
-    folder: str
-    key: str
-    size_bytes: int
+    root: str
+    stat: ObjectStat
     name: str
     span_blocks: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stat.size_bytes
 
     def span(self, number: int) -> tuple[str, int, int]:
         """Return the name of a span in the disk cache, where it begins, and its size in bytes."""
@@ -108,15 +116,19 @@ class _Process:
         self.fetchers = fetchers_of_process(_THREADS)
         self._options = options
         self._stores: dict[str, Store] = {}
-        self._lock = threading.Lock()
 
-    def store(self, folder: str) -> Store:
-        with self._lock:
-            if folder not in self._stores:
-                is_ours = folder.startswith(("s3://", "cos://"))
-                options = {**_PATIENCE, **self._options} if is_ours else self._options
-                self._stores[folder] = open_store(folder, options, threads=_THREADS)
-            return self._stores[folder]
+    def store(self, root: str) -> Store:
+        if root not in self._stores:
+            options = {**_PATIENCE, **self._options} if root.startswith(_BUCKETS) else self._options
+            self._stores[root] = _store_of_process(root, options)
+        return self._stores[root]
+
+
+def _store_of_process(root: str, options: Mapping[str, Any]) -> Store:
+    """Return the store that all sources of this process share which read there with these options."""
+    key = os.getpid(), root, repr(sorted(options.items()))
+    store = _stores.get(key)
+    return _stores.setdefault(key, open_store(root, options, threads=_THREADS)) if store is None else store
 
 
 class BlockReader:
@@ -154,13 +166,15 @@ class BlockReader:
 
     def find(self, urls: Sequence[str]) -> list[StoredFile | None]:
         """Look for files, many at a time; None for one that does not exist. Raises StorageError, ConfigurationError."""
+        for url in urls:
+            self._here().store(_split(url)[0])  # in this thread: several would open one each
         futures = [self._here().fetchers.submit(functools.partial(self._look, url)) for url in urls]
         return [future.result() for future in futures]
 
     def _look(self, url: str) -> StoredFile | None:
-        folder, key = _split(url)
+        root, key = _split(url)
         try:
-            stat = self._here().store(folder).stat(key)
+            stat = self._here().store(root).stat(key)
         except NotFound:
             return None
         version: object = stat.version
@@ -169,7 +183,7 @@ class BlockReader:
             version = stat.modified_at_s, options
         facts = repr((url, stat.size_bytes, version or self._unknown))
         name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        return StoredFile(0, redact_url(url), url, folder, key, stat.size_bytes, name, _LARGE_SPAN)
+        return StoredFile(0, redact_url(url), url, root, stat, name, _LARGE_SPAN)
 
     def open(self, files: Sequence[StoredFile], *, at_random: bool = False) -> list[StoredFile]:
         """Return files as they are read; `at_random`: by single blocks, if they do not all fit into the caches."""
@@ -219,6 +233,7 @@ class BlockReader:
             return
         span_bytes = file.span_blocks * BLOCK_BYTES
         process = self._here()
+        process.store(file.root)
         for number in range(start // span_bytes, -(-stop // span_bytes)):
             key = (file.number, number)
             if key in process.pending or self._has(file, max(first, number * file.span_blocks), number):
@@ -284,7 +299,7 @@ class BlockReader:
     def _fetch(self, process: _Process, file: StoredFile, span: int) -> bytearray:
         _, start, size = file.span(span)
         data = bytearray(size)
-        process.store(file.folder).read_into(file.key, start, [memoryview(data)])
+        process.store(file.root).read_version(file.stat, start, [memoryview(data)])
         return data
 
     def _here(self) -> _Process:
@@ -298,7 +313,7 @@ class BlockReader:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Split the URL of a file into its folder and its key there."""
+    """Split the URL of a file into that of a store, for S3 and COS its bucket or else its folder, and its key there."""
     first, separator, chain = url.partition("::")
     if "://" not in first:  # a link without a path: `simplecache::s3://...`
         folder, key = _split(chain)
@@ -306,4 +321,8 @@ def _split(url: str) -> tuple[str, str]:
     folder, _, key = first.rpartition("/")
     if not key or folder.endswith(":/"):
         raise ConfigurationError(f"{redact_url(url)!r} does not name a file in a bucket or folder")
+    scheme, _, place = first.partition("://")
+    bucket, _, path = place.partition("/")
+    if first.startswith(_BUCKETS) and not separator and is_key(path):
+        return f"{scheme}://{bucket}", path
     return f"{folder}{separator}{chain}", key

@@ -106,11 +106,13 @@ def outlive(signals: Iterable[int] = (signal.SIGTERM,)) -> None:
 
 
 def _outlive(signals: set[int], parent: Any, started_by: int) -> None:
-    """Wait for signals; end this process on a SIGTERM of its trainer, or after any signal when the trainer is gone."""
-    info: signal.struct_siginfo | None = signal.sigwaitinfo(signals)
+    """Wait for signals; end this process on a SIGTERM of its trainer, or when the trainer is gone.
+
+    torch's loop looks for its trainer only between two samples: a worker whose store is silent would stay for minutes.
+    """
     while True:
+        info = signal.sigtimedwait(signals, _LOOK_S)
         if info is not None and info.si_signo == signal.SIGTERM and info.si_pid == parent.pid:
             os._exit(0)  # as torch's handler does it: another status would be reported as a failure
         if os.getppid() != started_by or not parent.is_alive():
             os._exit(0)
-        info = signal.sigtimedwait(signals, _LOOK_S)
