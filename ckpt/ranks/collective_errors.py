@@ -29,6 +29,11 @@ def is_connection_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).casefold() for word in _WORDS)
 
 
+def is_gloo_timeout(error: BaseException) -> bool:
+    """Return True if a wait in gloo reached its timeout, which closes all connections of the group."""
+    return isinstance(error, RuntimeError) and "timed out" in str(error).casefold()
+
+
 def end_waits(group: Any, others: Iterable[int]) -> None:
     """End what a gloo group waits for, from another thread.
 
@@ -41,7 +46,7 @@ def end_waits(group: Any, others: Iterable[int]) -> None:
             if work is not None:
                 work.wait(timedelta(milliseconds=1))
         except Exception as error:  # also where the connection to this one was closed before
-            if isinstance(error, RuntimeError) and "timed out" in str(error).casefold():
+            if is_gloo_timeout(error):
                 return
 
 
