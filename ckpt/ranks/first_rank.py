@@ -95,26 +95,34 @@ class FirstRank:
         """Return the first rank's `value` on all ranks."""
         return self._ranks.broadcast(value)  # type: ignore[no-any-return]
 
+    # Loops, not comprehensions: the frame of one keeps this object, and so the group, after an error was cleared.
+
     def _send(self, messages: Sequence[bytes], ranks: Sequence[int]) -> None:
-        sent = [
-            (torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
-            for data, rank in zip(messages, ranks, strict=True)
-            if data
-        ]
-        works = [dist.isend(memory, group=self._group, group_dst=rank, tag=_TAG) for memory, rank in sent]
+        works: list[dist.Work] = []
+        memory: list[torch.Tensor] = []  # until it is sent
+        for data, rank in zip(messages, ranks, strict=True):
+            if data:
+                memory.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                work = dist.isend(memory[-1], group=self._group, group_dst=rank, tag=_TAG)
+                assert work is not None  # this rank is in the group
+                works.append(work)
+                del work
         if works:
-            finish([work for work in works if work is not None], self._ranks.progress)
+            finish(works, self._ranks.progress)
 
     def _receive(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[bytes]:
-        buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        works = [
-            dist.irecv(buffer, group=self._group, group_src=rank, tag=_TAG)
-            for buffer, rank in zip(buffers, ranks, strict=True)
-            if buffer.numel()
-        ]
-        for work in works:
-            assert work is not None  # this rank is in the group
-            work.wait(LONGEST_WAIT)
+        works: list[dist.Work] = []
+        buffers: list[torch.Tensor] = []
+        for size, rank in zip(sizes, ranks, strict=True):
+            buffers.append(torch.empty(size, dtype=torch.uint8, device="cpu"))
+            if size:
+                work = dist.irecv(buffers[-1], group=self._group, group_src=rank, tag=_TAG)
+                assert work is not None  # this rank is in the group
+                works.append(work)
+                del work
+        works.reverse()
+        while works:
+            works.pop().wait(LONGEST_WAIT)
         return [buffer.numpy().tobytes() for buffer in buffers]
 
     def _gather_objects(self, value: T) -> list[T] | None:

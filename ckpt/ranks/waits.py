@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
@@ -95,7 +95,7 @@ def waiting_for(ranks: _Group, event: str) -> Iterator[None]:
 
 
 def finish(
-    works: Sequence[dist.Work],
+    works: list[dist.Work],
     progress: Progress,
     longest_wait: timedelta = LONGEST_WAIT,
 ) -> None:
@@ -105,6 +105,7 @@ def finish(
     thread waits for the messages, and this one for that thread.
 
     Args:
+        works: is empty afterwards: what is kept of an error must not keep the group.
         progress: of this save or load; `given_up` says why it has failed on another rank.
 
     Raises:
@@ -115,8 +116,9 @@ def finish(
 
     def carry_out() -> None:
         try:
-            for work in works:
-                work.wait(longest_wait)
+            works.reverse()
+            while works:
+                works.pop().wait(longest_wait)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
