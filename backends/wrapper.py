@@ -52,7 +52,7 @@ class WrappedStore(Store):
         self._inner.read_into(key, offset, buffers)
 
     def read_version(self, stat: ObjectStat, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._inner.read_version(stat, offset, buffers)
+        Store.read_version(self, stat, offset, buffers)  # by its own reads, which may be bounded or counted
 
     def read_whole(self, key: str, check: Callable[[int], None]) -> bytearray:
         return self._inner.read_whole(key, check)

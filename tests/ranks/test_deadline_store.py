@@ -18,7 +18,7 @@ import pytest
 
 import ckpt
 from ckpt.backends import memory
-from ckpt.backends.base import RawRequests, Store, put_bytes, read_bytes
+from ckpt.backends.base import ObjectStat, RawRequests, Store, put_bytes, read_bytes
 from ckpt.backends.bodies import BytesBody
 from ckpt.backends.cancellable_reads import Reads
 from ckpt.backends.memory import MemoryStore
@@ -38,6 +38,7 @@ BOUNDED: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("k", BytesBody(b"x")),
     "put_resumable": lambda store: store.put_resumable("k", BytesBody(b"x"), NoNote()),
     "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(1))]),
+    "read_version": lambda store: store.read_version(ObjectStat("k", 1), 0, [memoryview(bytearray(1))]),
     "read_whole": lambda store: store.read_whole("k", lambda size: None),
     "stat": lambda store: store.stat("k"),
     "list": lambda store: list(store.list()),
