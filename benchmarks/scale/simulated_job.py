@@ -157,7 +157,7 @@ class Simulation:
 
     # -- what the other ranks say ----------------------------------------------------------------------------
 
-    def told(self, step: int) -> Iterator[bytes]:
+    def sent_after(self, step: int) -> Iterator[bytes]:
         """Say to the first rank what it waits for after a step."""
         if step == _TELL:
             return self.others.messages(with_contents=self.others.size <= FEW_RANKS_THAT_TELL)
@@ -250,8 +250,8 @@ def _first_rank_of(job: Simulation) -> type[FirstRank]:
 
         def gather_bytes(self, data: bytes) -> list[bytes] | None:
             with job.phases.outside():
-                told = enumerate(job.told(self._step), 1)
-                wire.sent = {rank: len(each).to_bytes(8, "little") + each for rank, each in told}
+                messages = enumerate(job.sent_after(self._step), 1)
+                wire.sent = {rank: len(each).to_bytes(8, "little") + each for rank, each in messages}
             return super().gather_bytes(data)
 
         def scatter_bytes(self, values: Sequence[bytes] | None) -> bytes:

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ckpt.ranks.group import Ranks
-from ckpt.ranks.waits import LONGEST_WAIT, finish
+from ckpt.ranks.point_to_point import receive_all, send_all
 
 T = TypeVar("T")
 
@@ -51,10 +50,9 @@ class FirstRank:
         if self.rank != 0:
             self._send([_bytes_of(number)], [0])
             return None
-        return [
-            number,
-            *map(_number_of, self._receive([_NUMBER_BYTES] * (self.size - 1), range(1, self.size))),
-        ]
+        others = range(1, self.size)
+        received = self._receive([_NUMBER_BYTES] * len(others), others)
+        return [number, *map(_number_of, received)]
 
     def first_number(self, number: int) -> int:
         """Return the first rank's `number` on all ranks."""
@@ -86,44 +84,20 @@ class FirstRank:
             (size,) = self._receive([_NUMBER_BYTES], [0])
             (data,) = self._receive([_number_of(size)], [0])
             return data
-        others = range(1, self.size)
-        self._send([_bytes_of(len(value)) for value in values[1:]], others)
-        self._send(values[1:], others)
+        others = [*range(1, self.size)]
+        sizes = [_bytes_of(len(value)) for value in values[1:]]
+        self._send([*sizes, *values[1:]], [*others, *others])
         return values[0]
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's `value` on all ranks."""
         return self._ranks.broadcast(value)  # type: ignore[no-any-return]
 
-    # Loops, not comprehensions: the frame of one keeps this object, and so the group, after an error was cleared.
-
     def _send(self, messages: Sequence[bytes], ranks: Sequence[int]) -> None:
-        works: list[dist.Work] = []
-        memory: list[torch.Tensor] = []  # until it is sent
-        for data, rank in zip(messages, ranks, strict=True):
-            if data:
-                memory.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-                work = dist.isend(memory[-1], group=self._group, group_dst=rank, tag=_TAG)
-                assert work is not None  # this rank is in the group
-                works.append(work)
-                del work
-        if works:
-            finish(works, self._ranks.progress)
+        send_all(self._group, messages, ranks, _TAG, self._ranks.progress)
 
-    def _receive(self, sizes: Sequence[int], ranks: Sequence[int]) -> list[bytes]:
-        works: list[dist.Work] = []
-        buffers: list[torch.Tensor] = []
-        for size, rank in zip(sizes, ranks, strict=True):
-            buffers.append(torch.empty(size, dtype=torch.uint8, device="cpu"))
-            if size:
-                work = dist.irecv(buffers[-1], group=self._group, group_src=rank, tag=_TAG)
-                assert work is not None  # this rank is in the group
-                works.append(work)
-                del work
-        works.reverse()
-        while works:
-            works.pop().wait(LONGEST_WAIT)
-        return [buffer.numpy().tobytes() for buffer in buffers]
+    def _receive(self, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> list[bytes]:
+        return receive_all(self._group, sizes_bytes, ranks, _TAG, self._ranks.progress)
 
     def _gather_objects(self, value: T) -> list[T] | None:
         values = [value] * self.size if self.rank == 0 else None

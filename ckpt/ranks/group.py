@@ -21,10 +21,11 @@ from ckpt.errors import CheckpointError, ConfigurationError
 from ckpt.ranks.collective_errors import end_waits, is_connection_error, let_go
 from ckpt.ranks.heartbeat import Limits, Watch
 from ckpt.ranks.many_failures import Outcome
+from ckpt.ranks.point_to_point import LONGEST_WAIT
 from ckpt.ranks.progress import Progress
 from ckpt.ranks.roll_call import Answer, Cause, RollCall
 from ckpt.ranks.tree import Tree
-from ckpt.ranks.waits import LONGEST_WAIT, waiting_for
+from ckpt.ranks.waits import waiting_for
 from ckpt.torch_private import default_store, group_names, set_group_timeout
 
 DEFAULT_TIMEOUT_S = 600.0

@@ -185,7 +185,7 @@ class Watch:
                 self.break_off()
                 break
             environment.wait(self._news, period_s)
-        # gloo does not wake a rank that sends to ranks that are gone; all that is left is to say so.
+        # A collective of the caller's group may wait on: all that is left is to say so.
         if not environment.wait(self._closed, 3 * self.limits.roll_call_s):
             _logger.error(_STUCK, self._failure, self.rank, self.progress)
 

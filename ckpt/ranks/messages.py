@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ckpt.errors import ConfigurationError
 from ckpt.ranks.group import Ranks
-from ckpt.ranks.waits import LONGEST_WAIT, finish
+from ckpt.ranks.point_to_point import LONGEST_WAIT, finish
 
 MAX_TAGS = 1 << 16
 

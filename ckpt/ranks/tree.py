@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
+from ckpt.ranks.point_to_point import receive_all, send_all
 from ckpt.ranks.progress import Progress
-from ckpt.ranks.waits import finish
 
 FAN = 16
 """So many ranks report to one: three steps for 4,096 ranks, four for 16,384."""
@@ -50,27 +47,27 @@ class Tree:
         self._longest_wait = longest_wait
         self._progress = progress
         self._children = range(min(FAN * rank + 1, size), min(FAN * rank + FAN + 1, size))
-        self._parent = (rank - 1) // FAN if rank else None
-        self.neighbours = [*self._children] if self._parent is None else [self._parent, *self._children]
+        self._parents = [(rank - 1) // FAN] if rank else []  # one, or none
+        self.neighbours = [*self._parents, *self._children]
 
     def join(self, value: T, join: Callable[[T, T], T], tag: int = 0) -> T:
         """Return what the values of all ranks join to, in any order; the same on all ranks.
 
         Calls with one `tag` are in one order on all ranks; others may run at the same time.
         """
-        for child in self._children:
-            value = join(value, self._receive(child, tag))
-        if self._parent is not None:
-            self._send(value, self._parent, tag)
-            value = self._receive(self._parent, tag)
-        self._send_to_children(value, tag)
+        for other in self._receive(self._children, tag):
+            value = join(value, other)
+        if self._parents:
+            self._send(value, self._parents, tag)
+            (value,) = self._receive(self._parents, tag)
+        self._send(value, self._children, tag)
         return value
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's `value` on all ranks."""
-        if self._parent is not None:
-            value = self._receive(self._parent, 0)
-        self._send_to_children(value, 0)
+        if self._parents:
+            (value,) = self._receive(self._parents, 0)
+        self._send(value, self._children, 0)
         return value
 
     def gather(self, value: T) -> list[T]:
@@ -80,57 +77,45 @@ class Tree:
 
     def decide(self, number: int, join: Callable[[int, int], int], decide: Callable[[int], int]) -> int:
         """Return what the first rank decides when it has joined the numbers of all: in messages of eight bytes."""
-        for child in self._children:
-            number = join(number, self._take_number(child))
-        if self._parent is None:
-            number = decide(number)
+        for other in self._take_numbers(self._children):
+            number = join(number, other)
+        if self._parents:
+            self._put_number(number, self._parents)
+            (number,) = self._take_numbers(self._parents)
         else:
-            self._put_number(number, self._parent)
-            number = self._take_number(self._parent)
-        for child in self._children:
-            self._put_number(number, child)
+            number = decide(number)
+        self._put_number(number, self._children)
         return number
 
-    def _put_number(self, number: int, rank: int) -> None:
-        self._put(bytearray(number.to_bytes(_LENGTH_BYTES, "little", signed=True)), rank, 0)
+    def _put_number(self, number: int, ranks: Sequence[int]) -> None:
+        self._put(number.to_bytes(_LENGTH_BYTES, "little", signed=True), ranks, 0)
 
-    def _take_number(self, rank: int) -> int:
-        return int.from_bytes(self._take(_LENGTH_BYTES, rank, 0), "little", signed=True)
+    def _take_numbers(self, ranks: Sequence[int]) -> list[int]:
+        received = self._take([_LENGTH_BYTES] * len(ranks), ranks, 0)
+        return [int.from_bytes(data, "little", signed=True) for data in received]
 
-    def _send(self, value: object, rank: int, tag: int) -> None:
-        self._send_message(_message(value), rank, tag)
+    def _send(self, value: object, ranks: Sequence[int], tag: int) -> None:
+        if ranks:
+            data = pickle.dumps(value)
+            message = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+            self._put(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), ranks, tag)
+            self._put(message[_FIRST_BYTES:], ranks, tag)
 
-    def _send_to_children(self, value: object, tag: int) -> None:
-        if self._children:
-            message = _message(value)
-            for child in self._children:
-                self._send_message(message, child, tag)
+    def _receive(self, ranks: Sequence[int], tag: int) -> list[Any]:
+        firsts = self._take([_FIRST_BYTES] * len(ranks), ranks, tag)
+        lengths = [_LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little") for first in firsts]
+        rests = self._take([max(0, length - _FIRST_BYTES) for length in lengths], ranks, tag)
+        # Of other ranks of this program, as torch's own.
+        return [
+            pickle.loads((first + rest)[_LENGTH_BYTES:length])
+            for first, rest, length in zip(firsts, rests, lengths, strict=True)
+        ]
 
-    def _send_message(self, message: bytes, rank: int, tag: int) -> None:
-        self._put(bytearray(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0")), rank, tag)
-        if len(message) > _FIRST_BYTES:
-            self._put(bytearray(message[_FIRST_BYTES:]), rank, tag)
+    def _put(self, data: bytes, ranks: Sequence[int], tag: int) -> None:
+        messages = [data] * len(ranks)
+        send_all(self._group, messages, ranks, _FIRST_TAG + tag, self._progress, self._longest_wait)
 
-    def _receive(self, rank: int, tag: int) -> Any:
-        first = self._take(_FIRST_BYTES, rank, tag)
-        length = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
-        message = first if length <= _FIRST_BYTES else first + self._take(length - _FIRST_BYTES, rank, tag)
-        return pickle.loads(message[_LENGTH_BYTES:length])  # of another rank of this program, as torch's own
-
-    def _put(self, data: bytearray, rank: int, tag: int) -> None:
-        memory = torch.frombuffer(data, dtype=torch.uint8)
-        work = dist.isend(memory, group=self._group, group_dst=rank, tag=_FIRST_TAG + tag)
-        assert work is not None  # this rank is in the group
-        finish([work], self._progress, self._longest_wait)
-
-    def _take(self, nbytes: int, rank: int, tag: int) -> bytes:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        work = dist.irecv(memory, group=self._group, group_src=rank, tag=_FIRST_TAG + tag)
-        assert work is not None  # this rank is in the group
-        work.wait(self._longest_wait)
-        return memory.numpy().tobytes()
-
-
-def _message(value: object) -> bytes:
-    data = pickle.dumps(value)
-    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    def _take(self, sizes_bytes: Sequence[int], ranks: Sequence[int], tag: int) -> list[bytes]:
+        return receive_all(
+            self._group, sizes_bytes, ranks, _FIRST_TAG + tag, self._progress, self._longest_wait
+        )

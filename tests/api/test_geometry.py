@@ -159,7 +159,7 @@ def test_one_rank_alone_writes_the_chunks_that_hooks_give(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_on_more_ranks_and_by_a_process(tmp_path: Path, kind: str, size: int) -> None:
     saves = [*SAVES, *MODELS, *LONG_SAVES] if size == 4 else LONG_SAVES
-    for outcomes in run_ranks(size, _matrix, kind, saves, str(tmp_path), timeout_s=600):
+    for outcomes in run_ranks(size, _matrix, kind, saves, str(tmp_path), timeout_s=240):
         assert outcomes == {save: [] for save in saves}
 
 

@@ -67,7 +67,7 @@ def _joins(rank: int) -> None:
             assert sets == [{(tag, n, each) for each in range(4)} for n in range(20)]
 
 
-def test_a_message_that_nobody_receives_ends_with_the_save() -> None:
+def test_a_message_that_no_rank_receives_ends_with_the_save() -> None:
     """gloo alone would wait for 30 s: the other rank lives, and its connection stays open."""
     assert run_ranks(2, _sends_to_a_rank_that_does_not_receive, timeout_s=60) == [None] * 2
 

@@ -106,7 +106,7 @@ def _read_at_random(rank: int, options: dict[str, Any], folder: Path, read: Any)
 
 
 def used_bytes(folder: Path) -> int:
-    """Count the bytes of all files. One that is renamed meanwhile can be missed, and is never counted twice."""
+    """Count the bytes of all files. One that is renamed at the same time can be missed, and is never counted twice."""
     sizes: dict[int, int] = {}
     for path in folder.glob("*"):
         try:

@@ -128,7 +128,10 @@ def _store_of_process(root: str, options: Mapping[str, Any]) -> Store:
     """Return the store that all sources of this process share which read there with these options."""
     key = os.getpid(), root, repr(sorted(options.items()))
     store = _stores.get(key)
-    return _stores.setdefault(key, open_store(root, options, threads=_THREADS)) if store is None else store
+    if store is None:
+        store = open_store(root, options, threads=_THREADS)
+        _stores[key] = store
+    return store
 
 
 class BlockReader:
@@ -166,8 +169,8 @@ class BlockReader:
 
     def find(self, urls: Sequence[str]) -> list[StoredFile | None]:
         """Look for files, many at a time; None for one that does not exist. Raises StorageError, ConfigurationError."""
-        for url in urls:
-            self._here().store(_split(url)[0])  # in this thread: several would open one each
+        for root in {_split(url)[0] for url in urls}:
+            self._here().store(root)  # in this thread: several would open one each
         futures = [self._here().fetchers.submit(functools.partial(self._look, url)) for url in urls]
         return [future.result() for future in futures]
 
